@@ -59,7 +59,7 @@ class Peer(NamedTuple):
     prepare: Callable[[], Any] = _no_operation
 
 
-def holds(array: Any, want: float, number: int) -> bool:
+def contains_result(array: Any, want: float, number: int) -> bool:
     """Tell whether a number is in all places of an array, or of a large one in some of them."""
     flat = np.asarray(array).reshape(-1)
     step = 1 if number < WARM_UPS else max(1, flat.size // SAMPLE)
@@ -71,7 +71,7 @@ def sums(comm: MPI.Intracomm, results: Callable[[Any], Any]) -> Callable[[Any, i
 
     def right(result: Any, number: int) -> bool:
         want = sum(rank + number for rank in range(comm.size))
-        return all(holds(array, want, number) for array in results(result))
+        return all(contains_result(array, want, number) for array in results(result))
 
     return right
 
@@ -214,7 +214,7 @@ def expected(strategy: mpistrat.Strategy, nbytes: int, in_place: int = 0) -> str
         return "small"
     if lockstep.comm.size == 1:
         return "alone"
-    return "direct" if nbytes <= arena.direct else "node"
+    return "direct" if nbytes <= arena.max_direct_nbytes else "node"
 
 
 def take(comm: MPI.Intracomm, call_name: str, call: Callable[[], Any], want: str) -> str:

@@ -32,9 +32,9 @@ import numpy as np
 from common import (
     Peer,
     arguments,
+    contains_result,
     count_repetitions,
     gloo,
-    holds,
     measure,
     print_introduction,
     take,
@@ -80,7 +80,7 @@ def contestants(comm: MPI.Intracomm, counts: list[int]) -> dict[str, Peer]:
         result = gathered_rows if result is None else result
         parts = np.split(result, np.cumsum(counts)[:-1])
         return result.shape == gathered_rows.shape and all(
-            holds(part, rank + number, number) for rank, part in enumerate(parts)
+            contains_result(part, rank + number, number) for rank, part in enumerate(parts)
         )
 
     def gather_known_counts() -> None:

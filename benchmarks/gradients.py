@@ -35,9 +35,9 @@ from common import (
     Arrays,
     Peer,
     arguments,
+    contains_result,
     expected,
     gloo,
-    holds,
     measure,
     print_introduction,
     sums,
@@ -92,7 +92,7 @@ def like(shapes: list[tuple[int, ...]]) -> Arrays:
     return [np.zeros(shape, np.float32) for shape in shapes]
 
 
-def ours(
+def list_own_ways(
     shapes: list[tuple[int, ...]], strategy: mpistrat.Strategy, buffers: Arrays, comm: MPI.Intracomm
 ) -> dict[str, Peer]:
     """Return our four ways; to be called in replica code."""
@@ -101,14 +101,17 @@ def ours(
 
     def is_mean(_: Any, number: int) -> bool:
         want = np.float32(sum(rank + number for rank in range(comm.size))) / np.float32(comm.size)
-        return all(holds(b, want, number) for b in buffers)
+        return all(contains_result(b, want, number) for b in buffers)
 
     local_weight = 3 + comm.rank
 
     def is_uneven(_: Any, number: int) -> bool:
         weights = range(3, 3 + comm.size)
         total = sum((rank + number) * weight for rank, weight in enumerate(weights))
-        return all(holds(b, np.float32(total) / np.float32(sum(weights)), number) for b in buffers)
+        return all(
+            contains_result(b, np.float32(total) / np.float32(sum(weights)), number)
+            for b in buffers
+        )
 
     return {
         "arena": Peer(
@@ -224,7 +227,7 @@ def reduced(
     paths: dict[str, str] = {}
 
     def replica() -> None:
-        peers = ours(shapes, strategy, buffers, comm)
+        peers = list_own_ways(shapes, strategy, buffers, comm)
         for peer_name in OURS:
             peers[peer_name].call()  # what is called first may have to make room
         for peer_name in OURS:

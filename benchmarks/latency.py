@@ -74,7 +74,7 @@ class Case(NamedTuple):
     repetitions: int
 
 
-def ours(
+def list_own_ways(
     comm: MPI.Intracomm, strategy: mpistrat.Strategy, buffer: np.ndarray, arrays: Arrays
 ) -> dict[str, Peer]:
     """Return our three ways; to be called in replica code."""
@@ -201,7 +201,7 @@ def rows(
 ) -> list[dict[str, Any]]:
     """Return one row for each way to sum arrays like `buffer`. Collective; in replica code."""
     arrays = np.zeros_like(buffer), np.zeros_like(buffer)
-    peers = ours(comm, strategy, buffer, arrays)
+    peers = list_own_ways(comm, strategy, buffer, arrays)
     for make in (raw, with_gloo, with_mpi4jax):
         peers |= make(comm, *arrays)
     repetitions = count_repetitions(comm, peers, budget)

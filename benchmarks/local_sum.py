@@ -55,7 +55,7 @@ def numpy_sum(
 
 def main() -> None:
     """Print one line per dtype, input and axes."""
-    path = "compiled by Numba" if jit.compiling() else "NumPy twin"
+    path = "compiled by Numba" if jit.is_compiling() else "NumPy twin"
     print(f"path: {path}; times in microseconds")
     print(f"{'dtype':10} {'input':20} {'axes':10} {'local_sum':>10} {'NumPy':>10} {'ratio':>6}")
     for name in ("float32", "float64", "complex64", "int32"):

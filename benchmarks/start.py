@@ -43,9 +43,9 @@ from common import arguments, first_line, host, print_facts, turns, write_json
 from pictures import Panel, bars
 
 import mpistrat
-from mpistrat.bytecode import file_of
-from mpistrat.config import environment, launched_by
-from mpistrat.config import read as read_config
+from mpistrat.bytecode import bundle_path
+from mpistrat.config import child_environment, launched_by
+from mpistrat.config import read_options as read_config
 from mpistrat.launch.mpi_libraries import Launcher, find_launcher
 
 REPETITIONS = 7
@@ -134,7 +134,7 @@ def job(
         command = launcher.build_command(
             ranks, [sys.executable, "-c", program, folder, *module.split()]
         )
-        env = environment({**command.env, "NUMBA_CACHE_DIR": str(cache or folder)})
+        env = child_environment({**command.env, "NUMBA_CACHE_DIR": str(cache or folder)})
         finished = subprocess.run(
             [*command_prefix, *command.argv],
             env=env,
@@ -181,7 +181,7 @@ def path_of(job_kind: str, ranks: int, reports: list[Any], new_file_count: int) 
     return "Numba, compiled" if job_kind == "cold" else "Numba, from its cache"
 
 
-def ours(launcher: Launcher, ranks: int) -> dict[str, tuple[list[float], str]]:
+def measure_jobs(launcher: Launcher, ranks: int) -> dict[str, tuple[list[float], str]]:
     """Return the slowest rank's times, and the paths, of a cold and a warm job of mpistrat."""
     times_and_paths = {}
     with tempfile.TemporaryDirectory() as folder:
@@ -208,7 +208,7 @@ def first_step(launcher: Launcher, ranks: int, repetitions: int) -> list[dict[st
             "ms": 1e3 * statistics.median(times[program_name]),
             "calls": None,
         }
-        row["one file"] = Path(file_of(str(Path(mpistrat.__file__).parent))).exists()
+        row["one file"] = Path(bundle_path(str(Path(mpistrat.__file__).parent))).exists()
         if shutil.which("strace"):
             with tempfile.NamedTemporaryFile("r") as file:
                 strace = ("strace", "-f", "-qq", "-e", "trace=%file", "-o", file.name)
@@ -236,7 +236,7 @@ def measure(launcher: Launcher, ranks: int, repetitions: int) -> list[dict[str, 
                     slowest(job(launcher, ranks, PEER, module=modules[peer_name]))
                 )
                 continue
-            for job_kind, (seconds, path) in ours(launcher, ranks).items():
+            for job_kind, (seconds, path) in measure_jobs(launcher, ranks).items():
                 times[job_kind].append(seconds)
                 paths[job_kind] = path
     return [

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
-from common import Peer, expected, gloo, holds, import_everywhere, take, timed
+from common import Peer, contains_result, expected, gloo, import_everywhere, take, timed
 from mpi4py import MPI
 from step_counts import readme_replica_step
 from variables import PSS, pss
@@ -169,7 +169,9 @@ def _written(job: Job, is_replica_code: bool) -> Case:
             operand.fill(next(numbers))
             want[0] = compute(float(read().flat[0]), float(operand[0]))
 
-        return job.clock(Peer([], call, lambda _, number: holds(read(), want[0], number), prepare))
+        return job.clock(
+            Peer([], call, lambda _, number: contains_result(read(), want[0], number), prepare)
+        )
 
     peers: dict[str, Clock] = {}
     for name, (plain_operation, compute) in WRITES.items():
@@ -211,7 +213,7 @@ def small_writes(job: Job) -> Case:
 
     def peer(index: int, body: Callable[[], None], arrays: Sequence[Any]) -> Clock:
         def right(_: Any, number: int) -> bool:
-            return all(holds(a, -counts[index], number) for a in map(np.asarray, arrays))
+            return all(contains_result(a, -counts[index], number) for a in map(np.asarray, arrays))
 
         def call() -> None:
             job.strategy.run(body)
@@ -239,7 +241,7 @@ def adam(job: Job) -> Case:
     rows, state = np.zeros((job.size, share), np.float32), np.ones((3, share), np.float32)
     state[1:] = 0
 
-    def ours() -> None:
+    def reduce_and_update() -> None:
         optimizer.apply_gradients([(buffer, weights)])
 
     def loop() -> None:
@@ -253,7 +255,7 @@ def adam(job: Job) -> Case:
 
     count = [0]
     peers = {
-        "reduce + Adam": job.clock(Peer([buffer], ours, is_finite)),
+        "reduce + Adam": job.clock(Peer([buffer], reduce_and_update, is_finite)),
         "own memory": job.clock(Peer([rows], loop, lambda _, __: True)),
     }
     torch, absent = job.torch(), []
@@ -300,14 +302,14 @@ def many_variables(job: Job) -> Case:
             v += 0.001 * (g * g - v)
             w -= rate * m / (np.sqrt(v) + 1e-8)
 
-    def ours() -> None:
+    def reduce_and_update() -> None:
         optimizer.apply_gradients(zip(gradients, variables, strict=True))
 
     def is_near(_: Any, number: int) -> bool:
         pairs = zip(variables, state, strict=True)
         return all(np.abs(np.asarray(v) - w).max() < 0.01 for v, (w, *_) in pairs)
 
-    peers = {"all ranks": job.clock(Peer(gradients, ours, is_near))}
+    peers = {"all ranks": job.clock(Peer(gradients, reduce_and_update, is_near))}
     peers["NumPy"] = job.clock(Peer([flat], loop, is_near))
     torch, figures = job.torch(), [Figure("all ranks", "NumPy")]
     if torch is not None:
@@ -558,7 +560,7 @@ def memory(job: Job) -> Case:
         raise Absent(f"{PSS} is not there: this system does not say who shares what")
     node = job.comm.Split_type(MPI.COMM_TYPE_SHARED)
     width = 1000 if job.quick else 2500  # enough to outgrow memory that was freed before
-    megabytes = {"mpistrat": _ours_takes(job, node, width)}
+    megabytes = {"mpistrat": _is_time_ours(job, node, width)}
     torch, absent = gloo(job.comm), []
     if torch is None:
         absent = ["torch, so without DDP: pip install torch"]
@@ -572,7 +574,7 @@ def memory(job: Job) -> Case:
     return Case([figure], lambda _: megabytes, absent)
 
 
-def _ours_takes(job: Job, node: MPI.Intracomm, width: int) -> int:
+def _is_time_ours(job: Job, node: MPI.Intracomm, width: int) -> int:
     strategy, shapes = job.strategy, [(width, width), (width,)] * 4
 
     def step() -> None:
@@ -630,7 +632,7 @@ def tiny(job: Job) -> Case:
 
     def is_sum(arrays: Sequence[Any], divisor: int = 1) -> Callable[[Any, int], bool]:
         return lambda _, n: all(
-            holds(a, np.float32((total + job.size * n) / divisor), n) for a in arrays
+            contains_result(a, np.float32((total + job.size * n) / divisor), n) for a in arrays
         )
 
     def native() -> None:
@@ -661,7 +663,7 @@ def single_rank(job: Job) -> Case:
     ctx = ms.get_replica_context
 
     def is_value(array: Any) -> Callable[[Any, int], bool]:
-        return lambda _, number: holds(array, number, number)
+        return lambda _, number: contains_result(array, number, number)
 
     def in_place() -> Any:
         return ctx().all_reduce("mean", buffer, out=buffer)
@@ -693,7 +695,7 @@ def fresh(job: Job) -> Case:
     total = sum(range(job.size))
 
     def right(result: Any, number: int) -> bool:
-        return holds(result, total + job.size * number, number)
+        return contains_result(result, total + job.size * number, number)
 
     peers = {
         "fresh": job.clock(Peer([value], lambda: ctx().all_reduce("sum", value), right)),
@@ -714,7 +716,7 @@ def bits16(job: Job) -> Case:
             return ms.get_replica_context().all_reduce("sum", buffer, out=buffer)
 
         def right(_: Any, number: int, buffer: Any = buffer) -> bool:
-            return holds(buffer, total + job.size * number, number)
+            return contains_result(buffer, total + job.size * number, number)
 
         peers[name] = job.clock(Peer([buffer], call, right))
     figures = [Figure(n, "float32", Limit(0.7), SHARED) for n in ("bfloat16", "float16")]

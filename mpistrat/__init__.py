@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import importlib
 
-from mpistrat.bytecode import use as _use
+from mpistrat.bytecode import install_finder as _use
 
 __version__ = "0.1.0"  # nowhere else
 
 _use(__path__[0])
 importlib.import_module("mpistrat.config").check_system()
 
-__all__, __getattr__, __dir__ = importlib.import_module("mpistrat.names").bound(__name__, __file__)
+__all__, __getattr__, __dir__ = importlib.import_module("mpistrat.names").bind_public_names(
+    __name__, __file__
+)
 __all__ += ["__version__"]
 __all__.sort()

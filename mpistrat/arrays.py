@@ -1,7 +1,7 @@
 """Conversion of inputs: any array-like object becomes a NumPy view of it.
 
-No copy is made here unless bytes must be swapped, or do not lie where their dtype wants them. What
-cannot travel is refused with an error that names the leaf.
+No copy is made here unless bytes must be swapped, or are not aligned for their dtype. Values that
+cannot be sent to other ranks raise an error that names the leaf.
 """
 
 from __future__ import annotations
@@ -24,50 +24,50 @@ from mpistrat.errors import DataError, LeafTypeError, MpistratError, text_of
 
 Array = npt.NDArray[Any]
 
-_TRAVELS = frozenset("biufc")
-# Of x87's numbers of 80 bits the rest is padding.
-_LONG = 10 if np.finfo(np.longdouble).nmant == 63 else np.dtype(np.longdouble).itemsize
+_SENDABLE_KINDS = frozenset("biufc")
+# Numbers of x87 have 80 bits; the rest is padding.
+_LONGDOUBLE_NBYTES = 10 if np.finfo(np.longdouble).nmant == 63 else np.dtype(np.longdouble).itemsize
 # By the package that a class is from: the `ArrayKind` of its arrays, imported when one comes.
-_ROOMS = {
+_ARRAY_KIND_MODULES = {
     "jax": "mpistrat.jax.arrays",
     "jaxlib": "mpistrat.jax.arrays",
     "torch": "mpistrat.torch.tensors",
 }
 
 
-def is_masked(value: Any) -> bool:
+def is_masked(value: object) -> bool:
     """Tell whether a value is a masked array, without importing `numpy.ma`.
 
     Example:
       >>> is_masked(np.ma.masked_less([1, 2], 2)), is_masked(np.ones(2))
       (True, False)
     """
-    # Whoever made one has imported it; another thread may be importing it.
+    # A program with such an array has imported the module; another thread may be importing it.
     kind = getattr(sys.modules.get("numpy.ma"), "MaskedArray", None)
     return kind is not None and isinstance(value, kind)
 
 
 class ArrayKind(Protocol):
-    """What knows the arrays of another library: a module with these functions."""
+    """The handling of another library's arrays: a module with these functions."""
 
     @staticmethod
-    def as_array(value: Any, path: str) -> Array:
+    def as_array(value: object, path: str) -> Array:
         """Return a view of the memory of a value, as `as_array` does, or raise LeafTypeError."""
 
     @staticmethod
-    def as_given(result: Array, like: Any) -> Any:
-        """Return a result as what `like` is, with the memory of `result` if that can be."""
+    def convert_like(result: Array, like: object) -> Any:
+        """Return `result` as an array of the library of `like`, in its memory if possible."""
 
     @staticmethod
     def as_buffer(array: Array) -> Any:
-        """Return what has the memory of an array; `as_array` gives that very array for it."""
+        """Return an object for which `as_array` returns that very array."""
 
     @staticmethod
     def parts_of(value: Any) -> Mapping[str, Any] | None:
-        """Return what a checkpoint saves of an object of the library; None if nothing is known."""
+        """Return the parts of an object that a checkpoint saves; None for unknown objects."""
 
     @staticmethod
-    def rows_of(source: Any) -> Any:
+    def rows_of(dataset: Any) -> Any:
         """Return a dataset of the library as a tree of arrays to be read by rows, or None."""
 
     @staticmethod
@@ -75,18 +75,21 @@ class ArrayKind(Protocol):
         """Return dtype and shape, or raise LeafTypeError; nothing of the contents is looked at."""
 
 
-def kind_of(value: Any) -> ArrayKind | None:
+def find_array_kind(value: object) -> ArrayKind | None:
     """Return the `ArrayKind` of an array of another library; None for NumPy's and other values."""
     cls: Any = type(value)
-    kind: ArrayKind | None = _kind(cls)
+    kind: ArrayKind | None = _kind_of_class(cls)
     return kind
 
 
 @functools.lru_cache(maxsize=256)
-def _kind(cls: type) -> Any:
+def _kind_of_class(cls: type) -> Any:
     packages = (base.__module__.partition(".")[0] for base in cls.__mro__)
-    room = next((_ROOMS[package] for package in packages if package in _ROOMS), None)
-    return None if room is None else importlib.import_module(room)
+    module_name = next(
+        (_ARRAY_KIND_MODULES[package] for package in packages if package in _ARRAY_KIND_MODULES),
+        None,
+    )
+    return None if module_name is None else importlib.import_module(module_name)
 
 
 def label(path: str) -> str:
@@ -109,12 +112,12 @@ def is_foreign(dtype: np.dtype[Any]) -> bool:
     return dtype.num >= 256  # NPY_USERDEF
 
 
-def is_scalar(value: Any) -> bool:
+def is_scalar(value: object) -> bool:
     """Tell whether `value` is a Python or NumPy number, as opposed to a 0-d array."""
     return isinstance(value, np.generic | numbers.Number)
 
 
-def as_array(value: Any, path: str = "", lists: bool = False) -> Array:
+def as_array(value: object, path: str = "", accepts_lists: bool = False) -> Array:
     """Return an aligned, native-endian NumPy view of `value`.
 
     Args:
@@ -122,7 +125,7 @@ def as_array(value: Any, path: str = "", lists: bool = False) -> Array:
         with ``__array__``, DLPack or the buffer protocol (memmap, pandas, CPU tensors of torch and
         JAX, variables of mpistrat).
       path: The name of the leaf, for errors.
-      lists: Take lists and tuples of numbers, too, as NumPy does.
+      accepts_lists: Take lists and tuples of numbers, too, as NumPy does.
 
     Returns:
       An `ndarray`; shares memory with `value` where that is possible. Not to be written to.
@@ -137,21 +140,21 @@ def as_array(value: Any, path: str = "", lists: bool = False) -> Array:
     """
     if type(value) is np.ndarray:
         dtype = value.dtype
-        if dtype.isbuiltin == 1 and dtype.kind in _TRAVELS and value.flags.aligned:
+        if dtype.isbuiltin == 1 and dtype.kind in _SENDABLE_KINDS and value.flags.aligned:
             return value  # as most are; NumPy's own dtypes are native then
     if is_masked(value):
         raise LeafTypeError(
             f"{label(path)} is a masked array, and its mask would be lost. Pass "
             "value.filled(...) and, for a mean, the number of valid elements as weight."
         )
-    array = _convert(value, path, lists)
-    check_travels(array.dtype, path, value)
+    array = _convert(value, path, accepts_lists)
+    check_sendable(array.dtype, path, value)
     if array.dtype.isnative and array.flags.aligned:
         return array
     return array.astype(array.dtype.newbyteorder("="))  # MPI cannot take what is not aligned either
 
 
-def check_travels(dtype: np.dtype[Any], path: str, value: Any = None) -> None:
+def check_sendable(dtype: np.dtype[Any], path: str, value: object = None) -> None:
     """Raise LeafTypeError unless numbers of `dtype` can be sent between ranks.
 
     Args:
@@ -160,7 +163,7 @@ def check_travels(dtype: np.dtype[Any], path: str, value: Any = None) -> None:
       value: The leaf, if it is at hand.
     """
     # Types of other packages, such as float8, may call themselves floats; MPI does not know them.
-    if (dtype.kind in _TRAVELS and not is_foreign(dtype)) or is_bfloat16(dtype):
+    if (dtype.kind in _SENDABLE_KINDS and not is_foreign(dtype)) or is_bfloat16(dtype):
         return
     description = f"has dtype {dtype}, which"
     if dtype.kind == "O" and is_scalar(value):  # a fraction, an integer of more than 64 bits
@@ -181,7 +184,7 @@ def is_inexact(dtype: np.dtype[Any]) -> bool:
     return dtype.kind in "fc" or is_bfloat16(dtype)
 
 
-def as_dtype(dtype_like: Any, caller: str = "") -> np.dtype[Any]:
+def as_dtype(dtype_like: npt.DTypeLike, caller: str = "") -> np.dtype[Any]:
     """Return the dtype that a program has named.
 
     Args:
@@ -206,21 +209,21 @@ def as_dtype(dtype_like: Any, caller: str = "") -> np.dtype[Any]:
     return dtype
 
 
-def _convert(value: Any, path: str, lists: bool) -> Array:
+def _convert(value: Any, path: str, accepts_lists: bool) -> Array:
     if isinstance(value, np.ndarray):
         return value.view(np.ndarray) if type(value) is not np.ndarray else value
-    listed = lists and isinstance(value, list | tuple)
-    kind = None if listed else kind_of(value)
+    is_list = accepts_lists and isinstance(value, list | tuple)
+    kind = None if is_list else find_array_kind(value)
     if kind is not None:
         return kind.as_array(value, path)
     try:
-        if listed or is_scalar(value) or hasattr(value, "__array__"):
+        if is_list or is_scalar(value) or hasattr(value, "__array__"):
             return np.asarray(value)
         if hasattr(value, "__dlpack__"):
             return np.from_dlpack(value)
         if is_buffer(value):
             return np.asarray(memoryview(value))
-    # What is ours says better what is wrong, as of a mixture of strategies.
+    # Errors of mpistrat are clearer, such as those about a mixture of strategies.
     except (MpistratError, MemoryError):
         raise
     except Exception as error:  # whatever `__array__` of a class raises
@@ -236,12 +239,12 @@ def _convert(value: Any, path: str, lists: bool) -> Array:
         )
     raise LeafTypeError(
         f"{label(path)} is {value!r:.60} ({type(value).__name__}); expected an array or a number."
-        f"{_as_tree(value)}"
+        f"{_conversion_advice(value)}"
     )
 
 
-def _as_tree(value: Any) -> str:
-    """Return what to give instead of an object that holds values, and is not a tree; or nothing."""
+def _conversion_advice(value: object) -> str:
+    """Return advice about an object that holds values but is no tree; or an empty text."""
     converter = (
         "dict" if isinstance(value, Mapping) else "vars" if is_dataclass(type(value)) else ""
     )
@@ -257,20 +260,20 @@ def is_buffer(value: Any) -> bool:
     return not isinstance(value, bytes)
 
 
-def finish(result: Array, like: Any) -> Any:
+def restore_kind(result: Array, like: object) -> Any:
     """Return `result` as the caller's kind: a NumPy scalar where a number went in.
 
-    An array of another library, where one went in that `kind_of` knows.
+    An array of another library, where one went in that `find_array_kind` knows.
 
     Example:
-      >>> finish(np.array(2.5), 1.0)
+      >>> restore_kind(np.array(2.5), 1.0)
       np.float64(2.5)
     """
     if type(like) is np.ndarray:
         return result
-    kind = kind_of(like)
+    kind = find_array_kind(like)
     if kind is not None:
-        return kind.as_given(result, like)
+        return kind.convert_like(result, like)
     return result[()] if result.ndim == 0 and is_scalar(like) else result
 
 
@@ -282,14 +285,14 @@ _quiet.run(np.seterr, all="ignore")
 quiet = _quiet.copy
 
 
-def sealed(array: Array) -> Array:
+def seal(array: Array) -> Array:
     """Return a read-only view; NumPy refuses to make it, or any array it is a view of, writable.
 
     The object of its memoryview still reaches the memory. Any layout, and any dtype of a fixed
     size. Cost: a microsecond.
 
     Example:
-      >>> sealed(np.zeros(2)).setflags(write=True)
+      >>> seal(np.zeros(2)).setflags(write=True)
       Traceback (most recent call last):
       ...
       ValueError: cannot set WRITEABLE flag to True of this array
@@ -297,7 +300,7 @@ def sealed(array: Array) -> Array:
     try:
         return np.asarray(array.data.toreadonly())
     except ValueError:  # bfloat16, dates, longdouble of another byte order: no buffer of their own
-        return sealed(array.view(f"V{array.itemsize}")).view(array.dtype)
+        return seal(array.view(f"V{array.itemsize}")).view(array.dtype)
 
 
 @functools.lru_cache(maxsize=256)
@@ -335,21 +338,21 @@ def digest(arrays: Iterable[Array]) -> bytes:
     hasher = xxhash.xxh3_128()
     for array in arrays:
         hasher.update(spec_text(array).encode())
-        for part in _parts(array):
-            hasher.update(np.ascontiguousarray(bits(part)).reshape(-1).data)
+        for part in _digested_parts(array):
+            hasher.update(np.ascontiguousarray(as_bytes(part)).reshape(-1).data)
     return hasher.digest()
 
 
-def _parts(array: Array) -> list[Array]:
+def _digested_parts(array: Array) -> list[Array]:
     if array.dtype.names:  # between fields there may be padding
-        return [part for name in array.dtype.names for part in _parts(array[name])]
+        return [part for name in array.dtype.names for part in _digested_parts(array[name])]
     if array.dtype.hasobject or not array.nbytes:
         return []
     native = array.dtype.isnative
     return [array if native else array.astype(array.dtype.newbyteorder("="))]
 
 
-def bits(array: Array) -> Array:
+def as_bytes(array: Array) -> Array:
     """Return the bytes of the elements: uint8 of shape (number of elements, bytes of one).
 
     For longdouble those that belong to the number; the others may differ where numbers do not.
@@ -357,16 +360,16 @@ def bits(array: Array) -> Array:
     flat = np.ascontiguousarray(array).reshape(-1)
     rows = flat.view(np.uint8).reshape(flat.size, flat.itemsize)
     if flat.dtype.char in "gG" and flat.size:
-        numbers = rows.reshape(-1, np.dtype(np.longdouble).itemsize)[:, :_LONG]
+        numbers = rows.reshape(-1, np.dtype(np.longdouble).itemsize)[:, :_LONGDOUBLE_NBYTES]
         rows = numbers.reshape(flat.size, -1)
     return rows
 
 
-def whole(value: Any) -> int | None:
-    """Return an integer of any kind as Python's own; None for what is not one, bools included.
+def as_int(value: Any) -> int | None:
+    """Return an integer of any kind as Python's own; None for other values, also for bools.
 
     Example:
-      >>> whole(np.int8(3)), whole(True), whole(3.0), whole("3")
+      >>> as_int(np.int8(3)), as_int(True), as_int(3.0), as_int("3")
       (3, None, None, None)
     """
     try:
@@ -385,7 +388,7 @@ def is_real(value: object) -> bool:
     return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
-def sizes(call: str, shape: Any) -> tuple[Any, ...]:
+def as_shape(call: str, shape: Any) -> tuple[Any, ...]:
     """Return a shape as a tuple of integers, and of None where it has that; 3 is ``(3,)``.
 
     Args:
@@ -396,7 +399,7 @@ def sizes(call: str, shape: Any) -> tuple[Any, ...]:
       TypeError: It is something else.
     """
     try:
-        dimensions = tuple(shape) if whole(shape) is None else (shape,)
+        dimensions = tuple(shape) if as_int(shape) is None else (shape,)
         return tuple(
             None if dimension is None else operator.index(dimension) for dimension in dimensions
         )
@@ -406,18 +409,18 @@ def sizes(call: str, shape: Any) -> tuple[Any, ...]:
         ) from None
 
 
-def truth(call: str, value: object) -> bool:
+def check_bool(call: str, value: object) -> bool:
     """Return an argument that is True or False; no other value stands for one of them.
 
     Args:
-      call: What to call it in errors.
+      call: The name of the argument in errors.
       value: The argument.
 
     Raises:
       TypeError: It is something else.
 
     Example:
-      >>> truth("batch(drop_remainder)", np.True_)
+      >>> check_bool("batch(drop_remainder)", np.True_)
       True
     """
     if not isinstance(value, bool | np.bool_):
@@ -426,7 +429,7 @@ def truth(call: str, value: object) -> bool:
     return bool(value)
 
 
-def function(call: str, value: Any) -> Any:
+def check_callable(call: str, value: Any) -> Any:
     """Return an argument that can be called.
 
     Args:
@@ -442,25 +445,27 @@ def function(call: str, value: Any) -> Any:
     return value
 
 
-def whole_number(call: str, value: object, minimum: int, error: type[Exception] = DataError) -> int:
+def check_int(
+    call: str, value: object, minimum: int, error_class: type[Exception] = DataError
+) -> int:
     """Return an argument as an int.
 
     Args:
       call: What to call it in errors.
       value: The argument.
       minimum: The smallest number allowed.
-      error: What to raise if it is too small.
+      error_class: The error to raise if it is too small.
 
     Raises:
       TypeError: It is not an integer; nor is a bool.
 
     Example:
-      >>> whole_number("take(count)", 3, 0)
+      >>> check_int("take(count)", 3, 0)
       3
     """
-    number = whole(value)
+    number = as_int(value)
     if number is None:
         raise TypeError(f"{call} must be an integer, got {value!r:.80} ({type(value).__name__}).")
     if number < minimum:
-        raise error(f"{call} must be an integer of at least {minimum}, got {number}.")
+        raise error_class(f"{call} must be an integer of at least {minimum}, got {number}.")
     return number

@@ -2,10 +2,11 @@
 
 A first training step imports 186 modules of this package, for which Python asks the file system
 835 times: too much where hundreds of ranks start from one parallel file system. With the file it
-asks 199 times. `write`, which ``mpistrat warm`` calls when the package is installed, puts Python's
-own compiled files behind one another; `use` reads them with one call. Each module still costs one
-question: its source's time and size, by which Python tells whether the compiled form is up to date.
-One that is not, and one that is missing, is imported as always.
+asks 199 times. `write_bundle`, which ``mpistrat warm`` calls when the package is installed, puts
+Python's own compiled files behind one another; `install_finder` reads them with one call. Each
+module still costs one question: its source's time and size, by which Python sees whether the
+compiled form is up to date. Modules that have changed since, or are missing in the file, are
+imported as always.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from typing import Any, final
 _STAMP = slice(4, 16)  # of a compiled file: flags, time and size of the source (PEP 552)
 
 
-def file_of(package: str) -> str:
+def bundle_path(package: str) -> str:
     """Return where the file of a package is: beside the compiled files of this Python.
 
     Args:
@@ -58,8 +59,8 @@ class _Loader(SourceFileLoader):
 class _Finder:
     """Finds modules of the package in the bytes of the file."""
 
-    def __init__(self, package: str, data: bytes):
-        head, _, self._body = data.partition(b"\n\n")
+    def __init__(self, package: str, bundle: bytes):
+        head, _, self._body = bundle.partition(b"\n\n")
         rows = map(str.split, head.decode().splitlines())
         self._rows = {name: (file, int(begin), int(end)) for name, file, begin, end in rows}
         if sum(end - begin for _, begin, end in self._rows.values()) != len(self._body):
@@ -83,14 +84,14 @@ class _Finder:
         )
 
 
-def use(package: str) -> bool:
+def install_finder(package: str) -> bool:
     """Import what is in the file of a package from there from now on; tell whether there is one.
 
     Args:
       package: The directory of the package, whose name is the last part.
     """
     try:
-        with open(file_of(package), "rb", buffering=0) as file:  # noqa: PTH123  # one call
+        with open(bundle_path(package), "rb", buffering=0) as file:  # noqa: PTH123  # one call
             finder = _Finder(package, file.read())
     except (OSError, ValueError):
         return False
@@ -98,7 +99,7 @@ def use(package: str) -> bool:
     return True
 
 
-def write(package: str) -> str:
+def write_bundle(package: str) -> str:
     """Compile all modules of a package, and write them to one file.
 
     Another process never finds half a file. Modules that do not compile are left out.
@@ -119,21 +120,21 @@ def write(package: str) -> str:
 
     root, name = Path(package), Path(package).name
     rows, body = [], b""
-    file = Path(file_of(package))
+    file = Path(bundle_path(package))
     file.parent.mkdir(exist_ok=True)
-    part = file.with_suffix(f".{os.getpid()}")
+    temporary_file = file.with_suffix(f".{os.getpid()}")
     try:
         for path in sorted(root.rglob("*.py")):
             inner = path.relative_to(root)
-            parts = [part for part in inner.with_suffix("").parts if part != "__init__"]
+            names = [word for word in inner.with_suffix("").parts if word != "__init__"]
             with contextlib.suppress(py_compile.PyCompileError):
-                py_compile.compile(str(path), str(part), doraise=True, dfile=None)
-                bytecode = part.read_bytes()
-                dotted, begin = ".".join([name, *parts]), len(body)
+                py_compile.compile(str(path), str(temporary_file), doraise=True, dfile=None)
+                bytecode = temporary_file.read_bytes()
+                dotted, begin = ".".join([name, *names]), len(body)
                 body += bytecode
                 rows.append(f"{dotted} {inner} {begin} {len(body)}")
-        part.write_bytes("\n".join(rows).encode() + b"\n\n" + body)
-        part.replace(file)
+        temporary_file.write_bytes("\n".join(rows).encode() + b"\n\n" + body)
+        temporary_file.replace(file)
     finally:
-        part.unlink(missing_ok=True)
+        temporary_file.unlink(missing_ok=True)
     return str(file)

@@ -5,7 +5,7 @@ They give names to the processes of a job; the rank always comes from MPI. `tf_c
 """
 
 from mpistrat.compat.absent import make_getattr as _make_getattr
-from mpistrat.names import bound as _bound
+from mpistrat.names import bind_public_names as _bound
 
 __all__, __getattr__, __dir__ = _bound(
     __name__, __file__, _make_getattr("mpistrat.cluster_resolver")

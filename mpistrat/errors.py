@@ -134,7 +134,7 @@ def _remote_class(name: str) -> type[RemoteError] | None:
     return type("RemoteError", (RemoteError, candidate), {"__module__": RemoteError.__module__})
 
 
-def text_of(error: object) -> str:
+def text_of(exception: object) -> str:
     """Return the text of an exception, or of a program's exit code, whatever its class does.
 
     An exception of ``__str__``, a SystemExit too, would replace the text that users need.
@@ -144,13 +144,13 @@ def text_of(error: object) -> str:
       'no rows'
     """
     try:
-        return str(error)
+        return str(exception)
     except BaseException as worse:
         return f"<no text: its __str__ raised {type(worse).__name__}>"
 
 
 def remote_error(
-    message: str, rank: int, kind: str, names: tuple[str, ...], remote_traceback: str
+    message: str, rank: int, kind: str, class_names: tuple[str, ...], remote_traceback: str
 ) -> RemoteError:
     """Make the exception that the healthy ranks raise when `rank` failed.
 
@@ -158,8 +158,8 @@ def remote_error(
       message: What to say.
       rank: The rank that failed.
       kind: Class name of the exception there.
-      names: Names of the classes of mpistrat and of the built-in classes that it derives from,
-        most derived first; the first that can be is mixed in.
+      class_names: Names of the classes of mpistrat and of the built-in classes that it derives
+        from, most derived first; the first usable one is mixed in.
       remote_traceback: Text of its traceback.
 
     Returns:
@@ -169,7 +169,7 @@ def remote_error(
       >>> isinstance(remote_error("rank 1 failed", 1, "KeyError", ("KeyError",), ""), KeyError)
       True
     """
-    for name in names:
+    for name in class_names:
         error_class = _remote_class(name)
         if error_class is None:
             continue
@@ -179,6 +179,6 @@ def remote_error(
     return RemoteError(message, rank, kind, remote_traceback)
 
 
-_KINDS = [kind for kind in globals().values() if isinstance(kind, type)]
-__all__ = [kind.__name__ for kind in _KINDS if issubclass(kind, MpistratError)]
+_CLASSES = [kind for kind in globals().values() if isinstance(kind, type)]
+__all__ = [kind.__name__ for kind in _CLASSES if issubclass(kind, MpistratError)]
 __all__ += ["remote_error"]

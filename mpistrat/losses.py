@@ -156,7 +156,10 @@ def sparse_categorical_cross_entropy(logits: object, labels: object) -> Loss:
       ([0.6931, 0.6931], [[-0.25, 0.25], [0.25, -0.25]])
     """
     call = "sparse_categorical_cross_entropy"
-    outputs, classes = _as_floats(call, "logits", logits), as_array(labels, "labels", lists=True)
+    outputs, classes = (
+        _as_floats(call, "logits", logits),
+        as_array(labels, "labels", accepts_lists=True),
+    )
     if outputs.ndim < 2 or not outputs.shape[-1] or outputs.shape[:-1] != classes.shape:
         raise StructureError(
             f"{call}: logits have shape {outputs.shape}, labels {classes.shape}; expected logits "
@@ -184,7 +187,7 @@ def sparse_categorical_cross_entropy(logits: object, labels: object) -> Loss:
 
 def _as_floats(call: str, name: str, value: object) -> Array:
     """Return an array of float32 or float64."""
-    array = as_array(value, name, lists=True)
+    array = as_array(value, name, accepts_lists=True)
     if array.dtype not in (np.float32, np.float64):
         raise LeafTypeError(
             f"{call}: {name} have dtype {array.dtype}; expected float32 or float64 (cast them with "
@@ -197,7 +200,7 @@ def _as_pair(call: str, name: str, predictions: object, targets: object) -> tupl
     """Return predictions and targets, of one shape and dtype."""
     outputs, target_array = (
         _as_floats(call, name, predictions),
-        as_array(targets, "targets", lists=True),
+        as_array(targets, "targets", accepts_lists=True),
     )
     if outputs.shape != target_array.shape or not outputs.ndim:
         raise StructureError(

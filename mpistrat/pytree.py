@@ -1,10 +1,12 @@
 """Trees of values: taken apart into leaves and put together again, by optree.
 
-Nodes are dict, list, tuple, named tuple, and mappings of other classes (`mpistrat.pytree`).
-Everything else is a leaf, ``None`` too. The leaves of a dict come in the order of its sorted keys,
-as in ``tf.nest``, so ranks may fill their dicts in any order; only an OrderedDict keeps its own.
+Nodes are dict, list, tuple, named tuple, and mappings of other classes. Everything else is a leaf,
+``None`` too. The leaves of a dict come in the order of its sorted keys, as in ``tf.nest``, so ranks
+may fill their dicts in any order; only an OrderedDict keeps its own.
 
-Mappings other than dict, as nodes of trees: how they come apart, and are made again.
+A class of mappings is registered with optree when its first instance comes
+(`register_mapping_class`); `_MappingClass` is its part of a structure, and makes a mapping of the
+same class again.
 """
 
 from __future__ import annotations
@@ -28,8 +30,8 @@ NAMESPACE = "mpistrat"
 
 
 @final
-class _Shell:
-    """A mapping without its values: what a structure knows of it.
+class _MappingClass:
+    """A mapping without its values, as a part of a structure.
 
     It is equal to that of any mapping of the same class and keys.
 
@@ -47,18 +49,21 @@ class _Shell:
     def __init__(self, mapping: Mapping[Any, Any]):
         """Take the keys of `mapping`, and an empty copy of it if its class can be made again."""
         self.kind, self._order = type(mapping), tuple(mapping)
-        self.keys = self._order if isinstance(mapping, OrderedDict) else _sorted(self._order)
+        self.keys = self._order if isinstance(mapping, OrderedDict) else _sort_keys(self._order)
         self._empty: Any = None
         if not isinstance(mapping, dict | UserDict):
             return  # it is read, and comes back as a dict
         try:
-            self._empty = _empty_copy(mapping)
+            self._empty = _copy_empty(mapping)
         except Exception as error:
-            raise self._refusal(error) from error
+            raise self._structure_error(error) from error
 
     def __eq__(self, other: object) -> bool:
         """Tell whether `other` is of a mapping of the same class and keys."""
-        return isinstance(other, _Shell) and (self.kind, self.keys) == (other.kind, other.keys)
+        return isinstance(other, _MappingClass) and (self.kind, self.keys) == (
+            other.kind,
+            other.keys,
+        )
 
     def __hash__(self) -> int:
         """Return the hash of class and keys."""
@@ -68,7 +73,7 @@ class _Shell:
         """Return the class and the keys."""
         return f"{self.kind.__name__}{list(self.keys)}"
 
-    def filled(self, values: Iterable[Any]) -> Any:
+    def fill(self, values: Iterable[Any]) -> Any:
         """Return a mapping like the one that was given, with these values, in the order of `keys`.
 
         Raises:
@@ -79,22 +84,22 @@ class _Shell:
         if self._empty is None:
             return pairs
         try:
-            mapping = _empty_copy(self._empty)
+            mapping = _copy_empty(self._empty)
             for key, value in pairs.items():
                 mapping[key] = value
         except Exception as error:
-            raise self._refusal(error) from error
+            raise self._structure_error(error) from error
         return mapping
 
-    def _refusal(self, error: Exception) -> StructureError:
+    def _structure_error(self, cause: Exception) -> StructureError:
         name = f"{self.kind.__module__}.{self.kind.__qualname__}"
         return StructureError(
             f"a {name} in a tree cannot be made again with other values, by clear() and "
-            f"it[key] = value of a copy: {text_of(error)}. Give dict(it) instead."
+            f"it[key] = value of a copy: {text_of(cause)}. Give dict(it) instead."
         )
 
 
-def _empty_copy(mapping: Any) -> Any:
+def _copy_empty(mapping: Any) -> Any:
     """Return a mapping of the same class and attributes without keys.
 
     The mapping itself stays as it is, whatever `clear` of its class does: containers among the
@@ -113,8 +118,8 @@ def _empty_copy(mapping: Any) -> Any:
     return empty
 
 
-def _sorted(keys: tuple[Any, ...]) -> tuple[Any, ...]:
-    def by_class(key: Any) -> tuple[str, Any]:
+def _sort_keys(keys: tuple[Any, ...]) -> tuple[Any, ...]:
+    def by_class(key: object) -> tuple[str, Any]:
         return f"{type(key).__module__}.{type(key).__qualname__}", key
 
     for order in (None, by_class):
@@ -125,16 +130,16 @@ def _sorted(keys: tuple[Any, ...]) -> tuple[Any, ...]:
     return keys
 
 
-def _flatten(mapping: Any) -> tuple[list[Any], _Shell, tuple[Any, ...]]:
-    shell = _Shell(mapping)
+def _flatten(mapping: Any) -> tuple[list[Any], _MappingClass, tuple[Any, ...]]:
+    shell = _MappingClass(mapping)
     return [mapping[key] for key in shell.keys], shell, shell.keys
 
 
 def _unflatten(shell: Any, values: Iterable[Any]) -> Any:
-    return shell.filled(values)
+    return shell.fill(values)
 
 
-def with_values(mapping: Mapping[Any, Any], values: Mapping[Any, Any]) -> Any:
+def with_values(mapping: Mapping[Any, Any], values_by_key: Mapping[Any, Any]) -> Any:
     """Return a mapping of the same class and keys with other values; a dict of one to be read only.
 
     Raises:
@@ -145,8 +150,8 @@ def with_values(mapping: Mapping[Any, Any], values: Mapping[Any, Any]) -> Any:
       >>> with_values(Counter("ab"), {"b": 2.5, "a": 1.5})
       Counter({'b': 2.5, 'a': 1.5})
     """
-    shell = _Shell(mapping)
-    return shell.filled([values[key] for key in shell.keys])
+    shell = _MappingClass(mapping)
+    return shell.fill([values_by_key[key] for key in shell.keys])
 
 
 _registered: set[type] = set()
@@ -154,48 +159,48 @@ _registering = threading.Lock()
 
 
 @functools.lru_cache(maxsize=512)
-def _is_mapping(kind: type) -> bool:
-    return issubclass(kind, Mapping)
+def _is_mapping(leaf_class: type) -> bool:
+    return issubclass(leaf_class, Mapping)
 
 
-def register(kind: type) -> bool:
+def register_mapping_class(leaf_class: type) -> bool:
     """Make a class of leaves one of nodes, if it is one of mappings; tell whether it is.
 
     Args:
-      kind: The class of a leaf, so one that was not registered before.
+      leaf_class: The class of a leaf, so one that was not registered before.
     """
-    if not _is_mapping(kind):
+    if not _is_mapping(leaf_class):
         return False
     with _registering:
-        if kind not in _registered:
-            optree.register_pytree_node(kind, _flatten, _unflatten, namespace=NAMESPACE)
-            _registered.add(kind)
+        if leaf_class not in _registered:
+            optree.register_pytree_node(leaf_class, _flatten, _unflatten, namespace=NAMESPACE)
+            _registered.add(leaf_class)
     return True
 
 
 Structure = optree.PyTreeSpec
-_NODES = (dict, list, tuple, Mapping)
-# What is most often a tree of its own; of these optree need not be asked.
-_LEAVES = {type(None), bool, int, float, str, np.ndarray, np.float32, np.float64}
-WHOLE = _LEAVES.copy()  # those of them that do not stand for a value of each replica
-# By the class of a key what tells it from other keys, where that is not its `repr`.
+_NODE_CLASSES = (dict, list, tuple, Mapping)
+# The classes of most trees of one leaf; optree need not be asked about them.
+_LEAF_CLASSES = {type(None), bool, int, float, str, np.ndarray, np.float32, np.float64}
+REPLICATED_LEAVES = _LEAF_CLASSES.copy()  # those that do not represent a value of each replica
+# By class, the function that makes the text of a key, where that is not `repr`.
 KEY_TEXTS: dict[type, Callable[[Any], str]] = {}
 _BUILT_IN = {type(None), bool, int, float, complex, str, bytes}
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 _LEAF: Any = 0
-_LONE: Structure = optree.tree_structure(_LEAF, none_is_leaf=True)
+_SINGLE_LEAF: Structure = optree.tree_structure(_LEAF, none_is_leaf=True)
 
 
-def leaf(kind: type, whole: bool = True) -> None:
+def register_leaf_class(leaf_class: type, is_replicated: bool = True) -> None:
     """Note that instances of a class are leaves, so that optree need not be asked.
 
     Args:
-      kind: One of this library's own, which nobody registers as a node.
-      whole: They do not stand for a value of each replica.
+      leaf_class: One of this library's own, which nobody registers as a node.
+      is_replicated: They do not stand for a value of each replica.
     """
-    _LEAVES.add(kind)
-    if whole:
-        WHOLE.add(kind)
+    _LEAF_CLASSES.add(leaf_class)
+    if is_replicated:
+        REPLICATED_LEAVES.add(leaf_class)
 
 
 def flatten(tree: Any, none_is_leaf: bool = True) -> tuple[list[Any], Structure]:
@@ -211,36 +216,36 @@ def flatten(tree: Any, none_is_leaf: bool = True) -> tuple[list[Any], Structure]
     """
     if none_is_leaf:
         kind = type(tree)
-        if kind in _LEAVES:
-            return [tree], _LONE
-        if (kind is tuple or kind is list) and _LEAVES.issuperset(builtins.map(type, tree)):
-            return [*tree], flat(kind is list, len(tree))
+        if kind in _LEAF_CLASSES:
+            return [tree], _SINGLE_LEAF
+        if (kind is tuple or kind is list) and _LEAF_CLASSES.issuperset(builtins.map(type, tree)):
+            return [*tree], flat_structure(kind is list, len(tree))
     leaves_and_structure = optree.tree_flatten(tree, none_is_leaf=none_is_leaf, namespace=NAMESPACE)
-    if not _LEAVES.issuperset(kinds := set(builtins.map(type, leaves_and_structure[0]))) and any(
-        [register(kind) for kind in kinds]
-    ):
+    if not _LEAF_CLASSES.issuperset(
+        kinds := set(builtins.map(type, leaves_and_structure[0]))
+    ) and any([register_mapping_class(kind) for kind in kinds]):
         return flatten(tree, none_is_leaf)
     return leaves_and_structure
 
 
 @functools.lru_cache(maxsize=512)
-def flat(is_list: bool, count: int) -> Structure:
+def flat_structure(is_list: bool, count: int) -> Structure:
     """Return the structure of a list, or else a tuple, of so many leaves.
 
     Example:
-      >>> flat(True, 2) == flatten([1, 2])[1]
+      >>> flat_structure(True, 2) == flatten([1, 2])[1]
       True
     """
     leaves: Any = [0] * count if is_list else (0,) * count
     return optree.tree_structure(leaves, none_is_leaf=True)
 
 
-_PAIR = flat(False, 2)
+_PAIR = flat_structure(False, 2)
 
 
 def unflatten(structure: Structure, leaves: list[Any]) -> Any:
     """Return the tree of that structure with these leaves."""
-    if structure is _LONE:
+    if structure is _SINGLE_LEAF:
         (lone,) = leaves
         return lone
     if len(leaves) == 2 and structure is _PAIR:  # as most elements of datasets are
@@ -248,77 +253,80 @@ def unflatten(structure: Structure, leaves: list[Any]) -> Any:
     return structure.unflatten(leaves)
 
 
-def alike(structure: Structure) -> Structure:
+def with_sorted_keys(structure: Structure) -> Structure:
     """Return the same structure, with the keys of its dicts in the order of their leaves.
 
     A dict that `unflatten` makes has its keys in the order in which they came into the one that was
-    flattened, and equal structures may differ in that. Of this one it is the same on all ranks.
+    flattened, and equal structures may differ in that. In the returned structure it is the same on
+    all ranks.
 
     Example:
       >>> leaves, structure = flatten({"b": 2, "a": 1})
-      >>> unflatten(structure, leaves), unflatten(alike(structure), leaves)
+      >>> unflatten(structure, leaves), unflatten(with_sorted_keys(structure), leaves)
       ({'b': 2, 'a': 1}, {'a': 1, 'b': 2})
     """
-    return flatten(_in_order(structure, unflatten(structure, list(range(structure.num_leaves)))))[1]
+    return flatten(_sort_dicts(structure, unflatten(structure, list(range(structure.num_leaves)))))[
+        1
+    ]
 
 
-def _in_order(structure: Structure, tree: Any) -> Any:
+def _sort_dicts(structure: Structure, tree: object) -> Any:
     if structure.is_leaf(strict=True):
         return tree
     entries, children = structure.entries(), structure.children()
     if isinstance(tree, MutableMapping):
         pairs = zip(entries, children, strict=True)
-        parts = {key: _in_order(child, tree[key]) for key, child in pairs}
+        parts = {key: _sort_dicts(child, tree[key]) for key, child in pairs}
         tree.clear()  # and filled again: a defaultdict keeps its factory
         for key, part in parts.items():
             tree[key] = part
         return tree
     if not isinstance(tree, list | tuple):
         return tree  # of a kind that a program has registered
-    inner = [_in_order(child, part) for child, part in zip(children, tree, strict=True)]
+    inner = [_sort_dicts(child, part) for child, part in zip(children, tree, strict=True)]
     return tree._make(inner) if hasattr(tree, "_make") else type(tree)(inner)
 
 
-def order(tree: Any) -> str:
+def key_order_text(tree: object) -> str:
     """Return a string that is equal for trees of one structure if their dicts have one order.
 
     It is empty for a tree without dicts.
 
     Example:
-      >>> order({"b": 0, "a": 1}), order([1, 2])
+      >>> key_order_text({"b": 0, "a": 1}), key_order_text([1, 2])
       ("'b', 'a'; ", '')
     """
-    if type(tree) in _LEAVES or not isinstance(tree, _NODES):
+    if type(tree) in _LEAF_CLASSES or not isinstance(tree, _NODE_CLASSES):
         return ""
     if isinstance(tree, list | tuple):
-        return "".join([order(part) for part in tree if type(part) not in _LEAVES])
-    inner = [order(part) for part in tree.values() if type(part) not in _LEAVES]
+        return "".join([key_order_text(part) for part in tree if type(part) not in _LEAF_CLASSES])
+    inner = [key_order_text(part) for part in tree.values() if type(part) not in _LEAF_CLASSES]
     return f"{', '.join([key_text(key) for key in tree])}; {''.join(inner)}"
 
 
-def is_lone(structure: Structure) -> bool:
+def is_single_leaf(structure: Structure) -> bool:
     """Tell whether this is the structure of a lone leaf.
 
     Example:
-      >>> is_lone(flatten(1)[1]), is_lone(flatten([1])[1])
+      >>> is_single_leaf(flatten(1)[1]), is_single_leaf(flatten([1])[1])
       (True, False)
     """
     return bool(structure.is_leaf(strict=True))
 
 
-def up_to(structure: Structure, tree: Any, name: str) -> list[Any]:
+def flatten_up_to(structure: Structure, tree: Any, name: str) -> list[Any]:
     """Return the parts of `tree` at the leaves of `structure`; each part may be a tree.
 
     Args:
       structure: The structure of another tree.
       tree: Any value.
-      name: What to call `tree` in errors.
+      name: The name of `tree` in errors.
 
     Raises:
       StructureError: `tree` has other nodes above the leaves.
 
     Example:
-      >>> up_to(flatten({"x": 0, "y": 0})[1], {"x": [1, 2], "y": None}, "sizes")
+      >>> flatten_up_to(flatten({"x": 0, "y": 0})[1], {"x": [1, 2], "y": None}, "sizes")
       [[1, 2], None]
     """
     try:
@@ -329,7 +337,7 @@ def up_to(structure: Structure, tree: Any, name: str) -> list[Any]:
         ) from None
 
 
-def map(fn: Callable[..., Any], tree: Any, *rest: Any) -> Any:
+def map(fn: Callable[..., Any], tree: Any, *rest: object) -> Any:
     """Return `tree` with every leaf replaced by ``fn(leaf, *leaves of rest)``.
 
     Raises:
@@ -353,17 +361,17 @@ def map(fn: Callable[..., Any], tree: Any, *rest: Any) -> Any:
             structure,
             [fn(*corresponding_leaves) for corresponding_leaves in zip(*columns, strict=True)],
         )
-    # What optree comes to as well, at a multiple of the price.
+    # The result is that of optree, in a fraction of its time.
     kind = type(tree)
-    if kind in _LEAVES:
+    if kind in _LEAF_CLASSES:
         return fn(tree)
-    if (kind is list or kind is tuple) and _LEAVES.issuperset(builtins.map(type, tree)):
+    if (kind is list or kind is tuple) and _LEAF_CLASSES.issuperset(builtins.map(type, tree)):
         return kind([fn(part) for part in tree])
     leaves, structure = flatten(tree)
     return unflatten(structure, [fn(leaf) for leaf in leaves])
 
 
-def paths(tree: Any) -> list[str]:
+def leaf_paths(tree: object) -> list[str]:
     """Return the name of each leaf, such as ``layers/3/kernel``, or ``""`` for a lone leaf."""
     return list(path_names(flatten(tree)[1]))
 
@@ -382,7 +390,7 @@ def path_names(structure: Structure) -> tuple[str, ...]:
     )
 
 
-def _step_name(key: Any) -> str:
+def _step_name(key: object) -> str:
     """Return a key as a part of the name of a leaf, the same on all ranks."""
     name = str(key)
     return key_text(key) if isinstance(key, frozenset) or _ADDRESS.search(name) else name
@@ -398,47 +406,52 @@ def describe(structure: Structure) -> str:
       >>> describe(flatten({"b": 0, "a": (0, 0)})[1])
       "{'a': (*, *), 'b': *}"
     """
-    text, is_fixed = _described(structure)
-    return text if is_fixed else _text(structure)[0]
+    text, is_fixed = _describe_cached(structure)
+    return text if is_fixed else _describe(structure)[0]
 
 
-def _text(structure: Structure) -> tuple[str, bool]:
+def _describe(structure: Structure) -> tuple[str, bool]:
     """Return that string, and whether all equal structures have it: 1 and True are equal keys."""
     if structure.is_leaf(strict=True):
         return "*", True
     inner, fixed = [], []
     for child in structure.children():
-        text, is_fixed = _described(child)
-        inner.append(text if is_fixed else _text(child)[0])
+        text, is_fixed = _describe_cached(child)
+        inner.append(text if is_fixed else _describe(child)[0])
         fixed.append(is_fixed)
     kind = structure.type
     if kind in (list, tuple):
         return f"[{', '.join(inner)}]" if kind is list else f"({', '.join(inner)})", all(fixed)
-    # Of a namedtuple the entries are numbers, but what a field is called is what a program uses.
+    # The entries of a namedtuple are numbers, but programs use the names of its fields.
     entries = getattr(kind, "_fields", structure.entries())
     keys = [key_text(key) for key in entries]
     if len(set(keys)) < len(keys):
         _refuse_keys(kind, keys)
-    named = ", ".join([f"{key}: {text}" for key, text in zip(keys, inner, strict=True)])
-    # Of other kinds the name stands for the class: a defaultdict's factory has an address.
-    text = f"{{{named}}}" if kind is dict else f"{getattr(kind, '__name__', kind)}({named})"
+    entries_text = ", ".join([f"{key}: {text}" for key, text in zip(keys, inner, strict=True)])
+    # For other kinds the name represents the class: a defaultdict's factory has an address.
+    text = (
+        f"{{{entries_text}}}"
+        if kind is dict
+        else f"{getattr(kind, '__name__', kind)}({entries_text})"
+    )
     return text, all(fixed) and all([type(key) is str for key in entries])
 
 
-_described = functools.lru_cache(maxsize=512)(_text)
+_describe_cached = functools.lru_cache(maxsize=512)(_describe)
 
 
-def _refuse_keys(kind: Any, keys: list[str]) -> NoReturn:
+def _refuse_keys(mapping_class: object, keys: list[str]) -> NoReturn:
     equal = sorted({key for key in keys if keys.count(key) > 1})
     raise StructureError(
-        f"a {getattr(kind, '__name__', kind)} has keys that cannot be told apart on another rank, "
-        f"where only their texts are known: several are {', '.join(equal):.200}. Take strings or "
-        "numbers as keys, or give the class of the keys a __repr__ that tells them apart."
+        f"a {getattr(mapping_class, '__name__', mapping_class)} has keys that cannot be told apart "
+        f"on another rank, where only their texts are known: several are {', '.join(equal):.200}. "
+        "Take strings or numbers as keys, or give the class of the keys a __repr__ that tells "
+        "them apart."
     )
 
 
 def key_text(key: Any) -> str:
-    """Return what stands for a key of a mapping on other ranks: its class, and its text.
+    """Return the text by which other ranks know a key of a mapping: its class, and its repr.
 
     Example:
       >>> key_text("1"), key_text(1), key_text((1, object()))

@@ -12,6 +12,7 @@ example, step, 0])`` gives, whose key are 16 bytes of BLAKE2b of the text ``"{se
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import numbers
 from collections.abc import Sequence
@@ -19,14 +20,15 @@ from dataclasses import dataclass
 from typing import Any, final
 
 import numpy as np
+import numpy.typing as npt
 
-from mpistrat.arrays import Array, as_dtype, is_masked, whole
-from mpistrat.kernels.philox import FILL, PIECE
+from mpistrat.arrays import Array, as_dtype, as_int, is_masked
+from mpistrat.kernels.philox import FILL_KERNELS, MAX_WORDS
 
 __all__ = ["RandomStream", "stream"]
 
-_OF_EXAMPLE, _OF_STEP = 0, 1
-_NONE = np.int64(0), np.uint64(0)
+_EXAMPLE_KEY, _STEP_KEY = 0, 1
+_UNUSED_RANGE = np.int64(0), np.uint64(0)
 
 
 @final
@@ -45,7 +47,7 @@ class RandomStream:
 
     Attributes:
       seed: The seed.
-      name: What the numbers are for.
+      name: The purpose of the numbers.
 
     Cost: One to two times that of the same distribution of NumPy's `Generator`, if an example has
       four numbers or more. Those of one example come in blocks of four words of 64 bits, and
@@ -57,14 +59,19 @@ class RandomStream:
     name: str
 
     def uniform(
-        self, examples: Any, shape: int | Sequence[int] = (), *, step: int = 0, dtype: Any = "f8"
+        self,
+        examples: object,
+        shape: int | Sequence[int] = (),
+        *,
+        step: int = 0,
+        dtype: npt.DTypeLike = "f8",
     ) -> Array:
         """Return numbers from 0 to 1, 1 excluded, of shape (rows, `*shape`).
 
         They are those of ``self.generator(step, example).random(shape, dtype)``.
 
         Args:
-          examples: Which examples these are.
+          examples: The numbers of the examples.
           shape: Of the numbers of one example.
           step: The number of the step.
           dtype: float64 or float32.
@@ -76,15 +83,21 @@ class RandomStream:
 
         Example:
           >>> dropout = stream(0, "dropout")
-          >>> whole = dropout.uniform(range(4), 3, step=7)
-          >>> bool((whole[2:] == dropout.uniform([2, 3], 3, step=7)).all())
+          >>> as_int = dropout.uniform(range(4), 3, step=7)
+          >>> bool((as_int[2:] == dropout.uniform([2, 3], 3, step=7)).all())
           True
         """
-        name = _float(dtype, "uniform")
-        return self._made(name, name, 1 if name == "float64" else 2, examples, shape, step)
+        name = _float_name(dtype, "uniform")
+        count = 1 if name == "float64" else 2
+        return self._draw(name, examples, shape, step, dtype=name, numbers_per_word=count)
 
     def normal(
-        self, examples: Any, shape: int | Sequence[int] = (), *, step: int = 0, dtype: Any = "f8"
+        self,
+        examples: object,
+        shape: int | Sequence[int] = (),
+        *,
+        step: int = 0,
+        dtype: npt.DTypeLike = "f8",
     ) -> Array:
         """Return normal numbers, of mean 0 and variance 1, of shape (rows, `*shape`).
 
@@ -105,10 +118,17 @@ class RandomStream:
           >>> stream(0, "noise").normal([5, 6], (2, 3)).shape
           (2, 2, 3)
         """
-        return self._made("normal", _float(dtype, "normal"), 1, examples, shape, step)
+        dtype = _float_name(dtype, "normal")
+        return self._draw("normal", examples, shape, step, dtype=dtype, numbers_per_word=1)
 
     def integers(
-        self, examples: Any, low: int, high: int, shape: int | Sequence[int] = (), *, step: int = 0
+        self,
+        examples: object,
+        low: int,
+        high: int,
+        shape: int | Sequence[int] = (),
+        *,
+        step: int = 0,
     ) -> Array:
         """Return integers in ``[low, high)``, int64 of shape (rows, `*shape`).
 
@@ -132,7 +152,7 @@ class RandomStream:
           >>> int(shift.min()), int(shift.max())
           (-2, 2)
         """
-        lowest, above = whole(low), whole(high)  # NumPy's would wrap around
+        lowest, above = as_int(low), as_int(high)  # NumPy's would wrap around
         if lowest is None or above is None:
             raise TypeError(f"integers: low and high must be integers, got {low!r}, {high!r}.")
         low, high = lowest, above
@@ -140,12 +160,11 @@ class RandomStream:
             raise ValueError(
                 f"integers: expected int64 with low < high < low + 2**64, got {low}, {high}."
             )
-        return self._made(
-            "integers", np.int64, 1, examples, shape, step, np.int64(low), np.uint64(high - low)
-        )
+        draw = functools.partial(self._draw, "integers", examples, shape, step, dtype=np.int64)
+        return draw(numbers_per_word=1, low=np.int64(low), span=np.uint64(high - low))
 
     def mask(
-        self, examples: Any, chance: float, shape: int | Sequence[int] = (), *, step: int = 0
+        self, examples: object, chance: float, shape: int | Sequence[int] = (), *, step: int = 0
     ) -> Array:
         """Return booleans that are true with a probability, of shape (rows, `*shape`).
 
@@ -176,15 +195,17 @@ class RandomStream:
         if not 0.0 <= chance <= 1.0:
             raise ValueError(f"mask: chance must be from 0 to 1, got {probability!r:.60}.")
         threshold = np.uint64(round(chance * 2**32))
-        return self._made("mask", np.bool_, 2, examples, shape, step, np.int64(0), threshold)
+        return self._draw(
+            "mask", examples, shape, step, dtype=np.bool_, numbers_per_word=2, span=threshold
+        )
 
     def generator(self, step: int = 0, example: int | None = None) -> np.random.Generator:
         """Return a generator of NumPy for all else: permutations, choices, other distributions.
 
         Args:
           step: The number of the step.
-          example: Of which example; None for one of the step itself, the same on all ranks, whose
-            numbers are none of any example's.
+          example: The example; None for a generator of the step itself, the same on all ranks,
+            whose numbers differ from those of every example.
 
         Raises:
           TypeError: `step` or `example` is not an integer.
@@ -195,53 +216,54 @@ class RandomStream:
         Example:
           >>> chosen = stream(0, "which layer").generator(step=3).choice(12)
         """
-        kind, example_index = (_OF_STEP, 0) if example is None else (_OF_EXAMPLE, whole(example))
+        kind, example_index = (_STEP_KEY, 0) if example is None else (_EXAMPLE_KEY, as_int(example))
         if example_index is None:
-            raise TypeError(f"{self._who}: example must be an integer, got {example!r:.60}.")
+            raise TypeError(f"{self._label}: example must be an integer, got {example!r:.60}.")
         key = self._key(step, kind)
         counter = np.array([0, example_index % 2**64, key[2], key[3]], np.uint64)
         return np.random.Generator(np.random.Philox(key=key[:2], counter=counter))
 
     @property
-    def _who(self) -> str:
+    def _label(self) -> str:
         return f"the stream {self.name!r}"
 
-    def _key(self, step: int, kind: int) -> Array:
-        number = whole(step)
+    def _key(self, step: int, key_kind: int) -> Array:
+        number = as_int(step)
         if number is None:
-            raise TypeError(f"{self._who}: step must be an integer, got {step!r:.60}.")
+            raise TypeError(f"{self._label}: step must be an integer, got {step!r:.60}.")
         if not 0 <= number < 2**64:
-            raise ValueError(f"{self._who}: step must be from 0 to 2**64 - 1, got {step!r:.60}.")
+            raise ValueError(f"{self._label}: step must be from 0 to 2**64 - 1, got {step!r:.60}.")
         text = f"{self.seed} {self.name}".encode(errors="surrogatepass")
         words = np.frombuffer(hashlib.blake2b(text, digest_size=16).digest(), "<u8")
-        return np.array([*words, number, kind], np.uint64)
+        return np.array([*words, number, key_kind], np.uint64)
 
-    def _each(self, shape: Any) -> tuple[int, ...]:
-        single_size = whole(shape)
+    def _check_shape(self, shape: Any) -> tuple[int, ...]:
+        single_size = as_int(shape)
         try:
-            sizes = tuple(map(whole, shape)) if single_size is None else (single_size,)
+            sizes = tuple(map(as_int, shape)) if single_size is None else (single_size,)
         except TypeError:
             sizes = (None,)
         valid_sizes = tuple(size for size in sizes if size is not None)
         if valid_sizes != sizes:
             raise TypeError(
-                f"{self._who}: shape must be an integer or a sequence of integers, got "
+                f"{self._label}: shape must be an integer or a sequence of integers, got "
                 f"{shape!r:.60}."
             )
         if min(valid_sizes, default=0) < 0:
-            raise ValueError(f"{self._who}: no size in shape may be below 0, got {shape!r:.60}.")
+            raise ValueError(f"{self._label}: no size in shape may be below 0, got {shape!r:.60}.")
         return valid_sizes
 
-    def _made(
+    def _draw(
         self,
         kind: str,
-        dtype: Any,
-        per: int,
-        examples: Any,
+        examples: object,
         shape: int | Sequence[int],
         step: int,
-        low: Any = _NONE[0],
-        span: Any = _NONE[1],
+        *,
+        dtype: npt.DTypeLike,
+        numbers_per_word: int,
+        low: np.int64 = _UNUSED_RANGE[0],
+        span: np.uint64 = _UNUSED_RANGE[1],
     ) -> Array:
         try:
             rows = np.asarray(examples)
@@ -250,15 +272,16 @@ class RandomStream:
         masked = "masked " * is_masked(examples)
         if masked or rows.ndim != 1 or (rows.size and rows.dtype.kind not in "iu"):
             raise ValueError(
-                f"{self._who}: examples must be integers of shape (rows,), not {masked}"
+                f"{self._label}: examples must be integers of shape (rows,), not {masked}"
                 f"{rows.dtype} of shape {rows.shape}; give the dataset a column np.arange(n)."
             )
-        out = np.empty((len(rows), *self._each(shape)), dtype)
+        out = np.empty((len(rows), *self._check_shape(shape)), dtype)
         if out.size:
             count = out.size // len(rows)
-            words = np.empty(min(PIECE, len(rows) * -(-count // per)), np.uint64)
-            key, numbers = self._key(step, _OF_EXAMPLE), np.ascontiguousarray(rows).astype("u8")
-            FILL[kind](out.reshape(len(rows), count), words, per, key, numbers, low, span)
+            words = np.empty(min(MAX_WORDS, len(rows) * -(-count // numbers_per_word)), np.uint64)
+            key, indices = self._key(step, _EXAMPLE_KEY), np.ascontiguousarray(rows).astype("u8")
+            flat_out = out.reshape(len(rows), count)
+            FILL_KERNELS[kind](flat_out, words, numbers_per_word, key, indices, low, span)
         return out
 
 
@@ -267,7 +290,7 @@ def stream(seed: int, name: str) -> RandomStream:
 
     Args:
       seed: An integer, the same on all ranks.
-      name: What the numbers are for, such as ``"dropout"``; the same on all ranks.
+      name: The purpose of the numbers, such as ``"dropout"``; the same on all ranks.
 
     Raises:
       TypeError: `seed` is not an integer, or `name` is not a string.
@@ -276,7 +299,7 @@ def stream(seed: int, name: str) -> RandomStream:
       >>> stream(0, "dropout").uniform([3]) == stream(0, "flips").uniform([3])
       array([False])
     """
-    number = whole(seed)
+    number = as_int(seed)
     if number is None or not isinstance(name, str):
         raise TypeError(
             f"random.stream: expected an integer and a string, such as stream(7, 'dropout'), got "
@@ -285,7 +308,7 @@ def stream(seed: int, name: str) -> RandomStream:
     return RandomStream(number, name)
 
 
-def _float(dtype: Any, call: str) -> str:
+def _float_name(dtype: npt.DTypeLike, call: str) -> str:
     """Return the name of a dtype; of another byte order it is that of the machine."""
     name: str = as_dtype(dtype, call).name
     if name not in ("float64", "float32"):

@@ -11,7 +11,7 @@ The gradient by the value of replica i is, of
 - an all-reduce, SUM: the sum of the gradients of all replicas;
 - an all-reduce, MEAN: their mean;
 - an all-reduce, MEAN with weights w: their sum, times ``w_i / sum(w)``; 0 if ``w_i`` is 0;
-- an all-gather: their sum, and of that the part where replica i's value stands.
+- an all-gather: the part of their sum at the position of replica i's value.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Pull = Callable[[Any], Any]
 
 
 def all_reduce(
-    reduce_op: ReduceOp | str, value: Any, *, weight: float | None = None
+    reduce_op: ReduceOp | str, value: object, *, weight: float | None = None
 ) -> tuple[Any, Pull]:
     """Reduce the values of all replicas, and return the result and how gradients come back.
 
@@ -65,36 +65,38 @@ def all_reduce(
       >>> pull(2 * result)
       array([2., 4.])
     """
-    ctx = _context("all_reduce")
+    ctx = _require_replica_context("all_reduce")
     with ctx.strategy._replicas.lockstep.validating_collectively("vjp.all_reduce"):
         op = ReduceOp.parse(reduce_op)
         if op not in (ReduceOp.SUM, ReduceOp.MEAN):
             raise ValueError(f"vjp.all_reduce is for SUM and MEAN, not for {op.value}.")
-        _shapes(value)
+        _differentiable_shapes(value)
     result = ctx.all_reduce(op, value, weight=weight)
-    likes = _likes(result)
+    likes = _leaf_specs(result)
 
-    def pull(gradient: Any) -> Any:
-        checked_gradient = _checked(ctx, "all_reduce", likes, gradient)
+    def pull(gradient: object) -> Any:
+        checked_gradient = _check_gradient(ctx, "all_reduce", likes, gradient)
         if weight is None:
             return ctx.all_reduce(op, checked_gradient)
         # A sum that float16 does not hold may well have a share that it does.
-        widened = pytree.map(_wide, checked_gradient)
+        widened = pytree.map(_widen_half, checked_gradient)
         total, weights = ctx.all_reduce(ReduceOp.SUM, (widened, np.float64(weight)))
-        share = functools.partial(_share, weight=float(weight), weights=float(weights))
-        return pytree.map(lambda leaf, like: share(leaf, dtype=like.dtype), total, checked_gradient)
+        scale_share = functools.partial(_scale_share, weight=float(weight), weights=float(weights))
+        return pytree.map(
+            lambda leaf, like: scale_share(leaf, dtype=like.dtype), total, checked_gradient
+        )
 
     return result, pull
 
 
-def all_gather(value: Any, axis: int) -> tuple[Any, Pull]:
+def all_gather(value: object, axis: int) -> tuple[Any, Pull]:
     """Concatenate the values of all replicas, and return the result and how gradients come back.
 
     Collective: every replica calls it, and every replica calls what it returns as often.
 
     Args:
       value: Tree of floating-point or complex arrays; sizes along `axis` may differ, and be 0.
-      axis: Which axis; counted from the end if negative.
+      axis: The axis; counted from the end if negative.
 
     Returns:
       The result, and ``pull``: ``pull(gradient)`` takes a tree of the shapes of the result and
@@ -115,32 +117,34 @@ def all_gather(value: Any, axis: int) -> tuple[Any, Pull]:
       >>> pull(3 * result)
       array([3., 6.])
     """
-    ctx = _context("all_gather")
+    ctx = _require_replica_context("all_gather")
     with ctx.strategy._replicas.lockstep.validating_collectively("vjp.all_gather"):
-        shapes = _shapes(value)
+        shapes = _differentiable_shapes(value)
     result = ctx.all_gather(value, axis)
-    likes = _likes(result)
+    likes = _leaf_specs(result)
     local_sizes = np.array([[shape[axis] for shape in shapes]], np.int64)
 
-    def pull(gradient: Any) -> Any:
-        total = ctx.all_reduce(ReduceOp.SUM, _checked(ctx, "all_gather", likes, gradient))
+    def pull(gradient: object) -> Any:
+        total = ctx.all_reduce(ReduceOp.SUM, _check_gradient(ctx, "all_gather", likes, gradient))
         starts = ctx.all_gather(local_sizes, 0)[: ctx.replica_id_in_sync_group].sum(axis=0)
         leaves, structure = pytree.flatten(total)
         parts = zip(leaves, starts, local_sizes[0], strict=True)
-        return pytree.unflatten(structure, [_part(leaf, axis, *extent) for leaf, *extent in parts])
+        return pytree.unflatten(
+            structure, [_slice_part(leaf, axis, *extent) for leaf, *extent in parts]
+        )
 
     return result, pull
 
 
-class _Like(NamedTuple):
-    """A leaf of a result: what its gradient has to look like."""
+class _LeafSpec(NamedTuple):
+    """Shape and dtype of a leaf of a result, which its gradient must have."""
 
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
     number: bool
 
 
-def _context(name: str) -> ReplicaContext:
+def _require_replica_context(name: str) -> ReplicaContext:
     ctx: ReplicaContext | None = get_replica_context()
     if ctx is None:
         raise ContextError(
@@ -150,7 +154,7 @@ def _context(name: str) -> ReplicaContext:
     return ctx
 
 
-def _shapes(value: Any) -> list[tuple[int, ...]]:
+def _differentiable_shapes(value: object) -> list[tuple[int, ...]]:
     """Return the shapes of the leaves, all of which must have gradients."""
     leaves, structure = pytree.flatten(value)
     shapes = []
@@ -166,13 +170,16 @@ def _shapes(value: Any) -> list[tuple[int, ...]]:
     return shapes
 
 
-def _likes(result: Any) -> tuple[Sequence[_Like], pytree.Structure]:
+def _leaf_specs(result: object) -> tuple[Sequence[_LeafSpec], pytree.Structure]:
     leaves, structure = pytree.flatten(result)
-    return [_Like(leaf.shape, leaf.dtype, is_scalar(leaf)) for leaf in leaves], structure
+    return [_LeafSpec(leaf.shape, leaf.dtype, is_scalar(leaf)) for leaf in leaves], structure
 
 
-def _checked(
-    ctx: ReplicaContext, name: str, likes: tuple[Sequence[_Like], pytree.Structure], gradient: Any
+def _check_gradient(
+    ctx: ReplicaContext,
+    name: str,
+    likes: tuple[Sequence[_LeafSpec], pytree.Structure],
+    gradient: object,
 ) -> Any:
     """Return a gradient in the dtypes of the result that it belongs to."""
     subject = f"the gradient of {name}"
@@ -200,12 +207,12 @@ def _checked(
         return pytree.unflatten(structure, checked_leaves)
 
 
-def _wide(leaf: Any) -> Any:
-    half = leaf.dtype == np.float16 or is_bfloat16(leaf.dtype)
-    return leaf.astype(np.float32) if half else leaf
+def _widen_half(array: Array) -> Any:
+    half = array.dtype == np.float16 or is_bfloat16(array.dtype)
+    return array.astype(np.float32) if half else array
 
 
-def _share(total: Any, dtype: np.dtype[Any], weight: float, weights: float) -> Any:
+def _scale_share(total: Array, dtype: np.dtype[Any], weight: float, weights: float) -> Any:
     if weights == 0:
         return np.full_like(total, math.nan, dtype=dtype)[()]
     if weight == 0:  # whatever the others bring: this value was never read
@@ -214,7 +221,7 @@ def _share(total: Any, dtype: np.dtype[Any], weight: float, weights: float) -> A
         return (total * (weight / weights)).astype(dtype)
 
 
-def _part(total: Array, axis: int, start: int, size: int) -> Array:
-    where = [slice(None)] * total.ndim
-    where[axis] = slice(start, start + size)
-    return total[tuple(where)].copy()
+def _slice_part(total: Array, axis: int, start: int, size: int) -> Array:
+    index = [slice(None)] * total.ndim
+    index[axis] = slice(start, start + size)
+    return total[tuple(index)].copy()

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast, final
 
-from mpistrat.arrays import truth
+from mpistrat.arrays import check_bool
 from mpistrat.checkpoint import atomic, files, restoring, saving, tree
 from mpistrat.checkpoint.background import BackgroundSaver
 from mpistrat.checkpoint.restoring import LIBRARY_COUNTERS, Restored
@@ -28,9 +28,9 @@ from mpistrat.checkpoint.tree import (
 )
 from mpistrat.checkpoint.values import VALUES_NAME, ProgramValues, make_cell
 from mpistrat.comm import mpi
-from mpistrat.comm.callsite import few
-from mpistrat.comm.session import size_of_job
-from mpistrat.config import number_of
+from mpistrat.comm.callsite import shorten
+from mpistrat.comm.session import known_job_size
+from mpistrat.config import rank_text
 from mpistrat.errors import ContextError, StrategyError, StructureError
 from mpistrat.lockstep.ending import get_exit_code
 from mpistrat.lockstep.exits import exits
@@ -71,7 +71,7 @@ class DeferredRestore:
         self.path, self.status = Path(status.path or ""), status
         comm = lockstep.session.comm
         # A strategy of one rank alone, outside of all scopes, is there on every rank of a job.
-        is_rank_of_job = comm.name == mpi.MPIComm.name or number_of() in ("", "0")
+        is_rank_of_job = comm.name == mpi.MPIComm.name or rank_text() in ("", "0")
         self._is_reporter, self._is_reported = comm.rank == 0 and is_rank_of_job, False
         atexit.register(self._report_at_exit)
 
@@ -129,7 +129,8 @@ class DeferredRestore:
             ):
                 raise StructureError(
                     f"{optimizer.text} was attached as {optimizer.path!r} before its variables, "
-                    f"and {self.path} has its slots by their places: {', '.join(few(waiting))}. "
+                    f"and {self.path} has its slots by their places: "
+                    f"{', '.join(shorten(waiting))}. "
                     "Attach the variables first, by the names that they were saved under."
                 )
 
@@ -166,9 +167,9 @@ class DeferredRestore:
         if not names or self._is_reported or self.status.expects_partial:
             return ""
         return (
-            f"{self.path} has {', '.join(few(names))}, and nothing was attached by that name to "
-            "the Checkpoint that restored it. Attach it after restore, or call expect_partial() of "
-            "what restore has returned."
+            f"{self.path} has {', '.join(shorten(names))}, and nothing was attached by that name "
+            "to the Checkpoint that restored it. Attach it after restore, or call expect_partial() "
+            "of what restore has returned."
         )
 
     def _report_at_exit(self) -> None:
@@ -504,7 +505,7 @@ class Checkpoint(tree.NestedTrees):
                 if deferred is not None:
                     deferred.check_attach_order(key, optimizers)
                 path = None if save_path is None else _make_checkpoint_path(call, save_path)
-                is_partial = truth(f"{call}(partial)", is_partial) or is_empty
+                is_partial = check_bool(f"{call}(partial)", is_partial) or is_empty
             if path is None:
                 lockstep.handshake(f"{call}(None)")
                 return Restored(None), 0
@@ -609,10 +610,10 @@ def _resolve_owner(checkpoint: Checkpoint) -> tuple[Any, Exception | None, tree.
 
 def check_all_ranks_save(strategy: Any, call: str) -> None:
     """Raise StrategyError if each rank of a job would take itself for replica 0."""
-    if strategy._replicas.view is SINGLE_REPLICA and size_of_job() > 1:
+    if strategy._replicas.view is SINGLE_REPLICA and known_job_size() > 1:
         raise StrategyError(
             f"{call}: what is saved belongs to {strategy!r}, which has only one of the "
-            f"{size_of_job()} ranks, so every rank would write to the same file. Create it, "
+            f"{known_job_size()} ranks, so every rank would write to the same file. Create it, "
             "or make this call, in the scope of a strategy of all ranks: `with "
             "mpistrat.MirroredStrategy().scope():`. Values such as arrays belong to the "
             "strategy in whose scope the Checkpoint is created."

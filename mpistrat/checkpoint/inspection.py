@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from mpistrat.arrays import Array, bits, is_inexact
+from mpistrat.arrays import Array, as_bytes, is_inexact
 from mpistrat.checkpoint import atomic, files, format, sharded
 from mpistrat.checkpoint.format import Contents, Entry, explaining_read_errors
 from mpistrat.checkpoint.tree import make_readable
@@ -110,7 +110,7 @@ def describe_difference(
     entries = Entry.from_array(first_array), Entry.from_array(second_array)
     if entries[0] != entries[1]:
         return f"is {entries[0]} in the first and {entries[1]} in the second"
-    unequal = (bits(first_array) != bits(second_array)).any(axis=1)
+    unequal = (as_bytes(first_array) != as_bytes(second_array)).any(axis=1)
     if not unequal.any():
         return ""
     if first_array.dtype.kind in "biu":

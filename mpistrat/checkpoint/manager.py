@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn, TypeAlias, final
 
-from mpistrat.arrays import truth, whole, whole_number
+from mpistrat.arrays import as_int, check_bool, check_int
 from mpistrat.checkpoint import atomic, files
 from mpistrat.checkpoint.background import BackgroundSaver
 from mpistrat.checkpoint.checkpoint import Checkpoint, check_all_ranks_save, determine_owner
@@ -146,7 +146,7 @@ def iterate_remaining_batches(
     """Return the batches that are left; see `CheckpointManager.resume`. Collective."""
     with lockstep.validating_collectively("CheckpointManager.resume"):
         batches, convert = _resolve_dataset(manager.checkpoint, dataset, lockstep.comm.size == 1)
-        epoch_count = whole_number("resume(epochs)", epochs, 0, ValueError)
+        epoch_count = check_int("resume(epochs)", epochs, 0, ValueError)
         if on_epoch_end is not None and not callable(on_epoch_end):
             raise TypeError(
                 f"resume(on_epoch_end) must be a function or None, got {on_epoch_end!r:.60}."
@@ -302,15 +302,15 @@ class CheckpointManager:
             self._retention = atomic.Retention(keep)
             self._init_fn = _check_init_function(init_fn)
             self._save_interval = SaveInterval(every)
-            self._background_saver = BackgroundSaver() if truth("background", background) else None
+            is_background = check_bool("background", background)
+            self._background_saver = BackgroundSaver() if is_background else None
         self._is_current = False  # the program has what is saved, or something newer
         self.last_save: tuple[float, dict[str, Any]] = (0.0, {})  # its start, and `job.json` of it
         self._has_claimed, self._waited_seconds = False, 0.0
         self._claim: Claim | None = None  # on replica 0
         self._preemption: Any = None  # a `Preemption`, in the body of one
         call = f"CheckpointManager({str(self._directory)!r}, {self._name!r}, keep {keep}"
-        call += ", in the background)" if background else ")"
-        call += f", every {every}" if every else ""
+        call += (", in the background)" if background else ")") + f", every {every}" * bool(every)
         self._paths: list[str] = on_replica0(lockstep, call, self._list_paths)
         record_known_paths(
             [files.make_numbered_path(self._directory, self._name, 0), *map(Path, self._paths)]
@@ -610,7 +610,7 @@ def check_number(name: str, argument: Any, minimum: int) -> int | None:
       ValueError: It is neither, or too small.
     """
     value = argument.numpy() if hasattr(argument, "numpy") else argument
-    number = whole(value)
+    number = as_int(value)
     if value is not None and (number is None or not minimum <= number < 10**18):
         raise ValueError(
             f"{name} must be an integer of at least {minimum} or None, got {argument!r:.60}."

@@ -145,13 +145,13 @@ def describe_notices(lockstep: Lockstep, reason: str) -> str:
       lockstep: The lockstep of all ranks.
       reason: The source of this rank's notice, such as a signal; empty without a notice.
     """
-    ranks_by_reason = callsite.grouped(lockstep.gather_texts(reason.encode()), lockstep.ranks)
+    ranks_by_reason = callsite.group_by_key(lockstep.gather_texts(reason.encode()), lockstep.ranks)
     texts = [
         f"{callsite.ranks_text(ranks_by_reason[encoded_reason])} by {encoded_reason.decode()}"
         for encoded_reason in ranks_by_reason
         if encoded_reason
     ]
-    return ", ".join(callsite.few(texts))
+    return ", ".join(callsite.shorten(texts))
 
 
 @final

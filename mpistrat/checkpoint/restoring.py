@@ -45,11 +45,11 @@ from mpistrat.checkpoint.values import (
     make_partial_targets,
 )
 from mpistrat.comm.base import Comm
-from mpistrat.comm.callsite import few
+from mpistrat.comm.callsite import shorten
 from mpistrat.errors import StructureError
 from mpistrat.lockstep.handshake import Lockstep
 from mpistrat.lockstep.ranks import FailureCatcher
-from mpistrat.shm.segments import touch
+from mpistrat.shm.segments import populate
 from mpistrat.shm.storage import NodeStorage
 from mpistrat.strategy.shared_state import find_node_groups
 from mpistrat.variables import on_read
@@ -216,10 +216,10 @@ def _allocate_shared_memory(
     """Return memory that the ranks of a node share; None on all of them without it. Collective."""
     shared_memory = node.shared(nbytes) if node.size > 1 and nbytes else None
     own_start = sum(kept_nbytes[: node.rank])
-    is_usable = shared_memory is not None and touch(
+    is_usable = shared_memory is not None and populate(
         shared_memory, [(own_start, own_start + kept_nbytes[node.rank])]
     )
-    return shared_memory if node.reduced(int(is_usable), "MIN") else None
+    return shared_memory if node.reduce_integer(int(is_usable), "MIN") else None
 
 
 _MISMATCH_ADVICE = (
@@ -264,7 +264,7 @@ class Restored:
           AssertionError: Not so, or nothing was restored.
         """
         if self.unused:
-            raise AssertionError(f"{self.path} also has {', '.join(few(self.unused))}.")
+            raise AssertionError(f"{self.path} also has {', '.join(shorten(self.unused))}.")
         return self.assert_existing_objects_matched()
 
     def assert_existing_objects_matched(self) -> Restored:
@@ -275,7 +275,7 @@ class Restored:
         """
         self._check_path()
         if self.missing:
-            raise AssertionError(f"{self.path} does not have {', '.join(few(self.missing))}.")
+            raise AssertionError(f"{self.path} does not have {', '.join(shorten(self.missing))}.")
         return self
 
     def assert_nontrivial_match(self) -> Restored:
@@ -569,7 +569,7 @@ def _raise_mismatch(
         hints += [_PARTIAL_ADVICE] * bool(lines)
         wrong_texts = [*wrong_texts, *lines]
     if wrong_texts:
-        text = ", ".join(few(wrong_texts))
+        text = ", ".join(shorten(wrong_texts))
         option_changes = (
             "" if is_partial else describe_option_changes(optimizers, missing_names, extra_names)
         )

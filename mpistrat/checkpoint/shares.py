@@ -39,7 +39,7 @@ from mpistrat.checkpoint.files import (
 )
 from mpistrat.checkpoint.format import MANIFEST, Entry
 from mpistrat.checkpoint.sharded import ChecksumRange, Manifest
-from mpistrat.comm.callsite import grouped
+from mpistrat.comm.callsite import group_by_key
 from mpistrat.lockstep.handshake import Lockstep
 from mpistrat.lockstep.ranks import FailureCatcher
 from mpistrat.strategy.shared_state import find_node_groups
@@ -176,7 +176,7 @@ class _DirectorySave:
         """Write or copy this rank's share; return the rest of the work. Collective."""
         save_request, background_saver = self._request, self._request.background_saver
         own_pieces = [piece for piece, rank in self._assign_pieces() if rank == self._rank]
-        pieces_by_name = grouped([piece.region.name for piece in own_pieces], own_pieces)
+        pieces_by_name = group_by_key([piece.region.name for piece in own_pieces], own_pieces)
         failure = self._catch_failure(functools.partial(self._prepare_share, pieces_by_name))
         for region in self._regions:
             variable = save_request.variables[region.name]

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, final
 
 import numpy as np
 
-from mpistrat.arrays import Array, as_array, kind_of
+from mpistrat.arrays import Array, as_array, find_array_kind
 from mpistrat.checkpoint.values import (
     VALUES_NAME,
     Cell,
@@ -478,7 +478,7 @@ def _has_state_methods(value: object) -> bool:
 
 def _list_children(value: Any) -> Mapping[Any, Any] | None:
     """Return the children of a value by key, place or attribute; None for a closed one."""
-    object_kind = kind_of(value)
+    object_kind = find_array_kind(value)
     if object_kind is not None and (parts := object_kind.parts_of(value)) is not None:
         return parts
     attributes = _list_attributes(value)

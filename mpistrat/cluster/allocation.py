@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from mpistrat.config import counted, shell_of_step
+from mpistrat.config import is_interactive_shell, parse_count
 
 MAX_HOSTS = 1 << 16  # Slurm's own limit for the nodes of a cluster
 _MAX_LETTERS = 255  # of a name, as in the Domain Name System
@@ -171,12 +171,12 @@ def _read_slurm(env: Mapping[str, str]) -> Allocation | None:
         task_counts = expand_tasks_per_node(env["SLURM_TASKS_PER_NODE"])
     except ValueError:
         return None
-    if not hosts or counted(env["SLURM_JOB_NUM_NODES"]) != len(hosts):
+    if not hosts or parse_count(env["SLURM_JOB_NUM_NODES"]) != len(hosts):
         return None
     # In the shell of a step the counts are those of the step, which may have fewer nodes.
     task_counts += [1] * (len(hosts) - len(task_counts))
-    is_step_shell = shell_of_step(env)
-    cores = 0 if is_step_shell else counted(env.get("SLURM_CPUS_PER_TASK", "")) or 0
+    is_step_shell = is_interactive_shell(env)
+    cores = 0 if is_step_shell else parse_count(env.get("SLURM_CPUS_PER_TASK", "")) or 0
     return Allocation("Slurm", tuple(hosts), tuple(task_counts), cores, "", is_step_shell)
 
 
@@ -195,7 +195,7 @@ def read_hostfile(path: str) -> Allocation:
     for line in Path(path).read_text("utf-8", "replace").splitlines():
         words = line.partition("#")[0].replace(":", " ").replace("slots=", " ").split()
         if words:
-            ranks = counted(words[1]) if len(words) > 1 else 1
+            ranks = parse_count(words[1]) if len(words) > 1 else 1
             if len(words) > 2 or not ranks:
                 raise ValueError(f"{path}: {line!r:.80} is not HOST, HOST:RANKS or HOST slots=N")
             ranks_by_host[words[0]] = ranks_by_host.get(words[0], 0) + ranks

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 
-from mpistrat.config import counted
+from mpistrat.config import parse_count
 
 _MAX_SECONDS = 20.0  # seconds to wait for the answer of a scheduler
 
@@ -72,7 +72,7 @@ def get_job_id(env: Mapping[str, str] = os.environ) -> str:
 
 def get_restart_count(env: Mapping[str, str] = os.environ) -> int:
     """Return how many times Slurm has restarted the job; 0 where nothing counts them."""
-    return counted(env.get("SLURM_RESTART_COUNT", "")) or 0
+    return parse_count(env.get("SLURM_RESTART_COUNT", "")) or 0
 
 
 def get_end_time(
@@ -94,7 +94,7 @@ def get_end_time(
       1700000000.0
       >>> get_end_time({"SLURM_JOB_ID": "7"}, lambda words: "N/A")
     """
-    end_time = counted(env.get("SLURM_JOB_END_TIME", ""))
+    end_time = parse_count(env.get("SLURM_JOB_END_TIME", ""))
     if end_time:
         return float(end_time)
     if job := env.get("SLURM_JOB_ID"):

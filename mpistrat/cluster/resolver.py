@@ -10,8 +10,8 @@ import abc
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, final
 
-from mpistrat.arrays import whole_number
-from mpistrat.config import counted
+from mpistrat.arrays import check_int
+from mpistrat.config import parse_count
 
 MAX_TASKS = 1 << 22  # of a cluster: more than any machine has, and lists of them fit in memory
 
@@ -152,9 +152,9 @@ def _check_tasks(job_name: str, tasks: object) -> dict[int, str]:
 
 
 def _check_index(job_name: str, index: object) -> int:
-    digits = counted(index) if isinstance(index, str) else None
+    digits = parse_count(index) if isinstance(index, str) else None
     parsed_index = index if digits is None else digits
-    number = whole_number(f"an index of job {job_name!r}", parsed_index, 0, ValueError)
+    number = check_int(f"an index of job {job_name!r}", parsed_index, 0, ValueError)
     if number >= MAX_TASKS:
         raise ValueError(f"indices of job {job_name!r} end at {MAX_TASKS - 1}, got a larger one.")
     return number

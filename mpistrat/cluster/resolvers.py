@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any, final
 
-from mpistrat.arrays import whole
+from mpistrat.arrays import as_int
 from mpistrat.cluster.resolver import (
     ClusterResolver,
     ClusterSpec,
@@ -23,9 +23,9 @@ from mpistrat.cluster.resolver import (
     add_protocol,
     get_task,
 )
-from mpistrat.comm.callsite import grouped
-from mpistrat.comm.session import default_parent
-from mpistrat.config import counted
+from mpistrat.comm.callsite import group_by_key
+from mpistrat.comm.session import find_default_parent
+from mpistrat.config import parse_count
 from mpistrat.errors import OptionError
 
 _EXAMPLE = (
@@ -62,7 +62,7 @@ class MPIClusterResolver(ClusterResolver):
     def __init__(self, rank: int | None = None, size: int = 1, job: str = "worker"):
         """Create the resolver of one rank."""
         if rank is None:
-            world = default_parent()
+            world = find_default_parent()
             rank, size = world.rank, world.size
         if not 0 <= rank < size:
             raise ValueError(f"rank must be in 0..{size - 1} for {size} ranks, got {rank}.")
@@ -253,7 +253,7 @@ class TFConfigClusterResolver(TaskResolver):
                 )
             return entry
         entry = self._read_task("index")
-        number = counted(entry) if isinstance(entry, str) else whole(entry)
+        number = parse_count(entry) if isinstance(entry, str) else as_int(entry)
         if entry is None or (number is not None and number >= 0):
             return number
         raise _create_config_error(
@@ -550,7 +550,7 @@ def create_placed_resolver(
         raise ValueError(f"ports are 1 to 65535; port_base={port_base} leads to {max(ports)}.")
     addresses = [f"{host}:{port}" for host, port in zip(hosts, ports, strict=True)]
     owners = [(job, index) for job, count in jobs.items() for index in range(count)]
-    cluster = grouped([job for job, _ in owners], addresses)
+    cluster = group_by_key([job for job, _ in owners], addresses)
     kind, index = owners[rank]
     return SimpleClusterResolver(ClusterSpec(cluster), task_type=kind, task_id=index)
 

@@ -6,10 +6,10 @@ import os
 from collections.abc import Mapping, MutableMapping
 from typing import Any, final
 
-from mpistrat.arrays import whole_number
+from mpistrat.arrays import check_int
 from mpistrat.cluster.allocation import expand_hostlist, expand_tasks_per_node
 from mpistrat.cluster.resolver import MAX_TASKS, ClusterSpec, TaskResolver
-from mpistrat.config import counted
+from mpistrat.config import parse_count
 
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 _MAX_PORT = 65535
@@ -80,11 +80,11 @@ class SlurmClusterResolver(TaskResolver):
         if not isinstance(jobs, Mapping):
             raise TypeError(f"jobs must be a dict of numbers of tasks, got {jobs!r:.80}.")
         self._jobs = {
-            job: whole_number(f"jobs[{job!r}]", n, 0, ValueError) for job, n in sorted(jobs.items())
+            job: check_int(f"jobs[{job!r}]", n, 0, ValueError) for job, n in sorted(jobs.items())
         }
         max_tasks = max(counts.values(), default=0)
         ports = max(1, max_tasks)
-        if not 0 < whole_number("port_base", port_base, 0, ValueError) <= _MAX_PORT + 1 - ports:
+        if not 0 < check_int("port_base", port_base, 0, ValueError) <= _MAX_PORT + 1 - ports:
             raise ValueError(
                 f"port_base must leave {ports} ports between 1 and {_MAX_PORT}, got {port_base}."
             )
@@ -100,9 +100,9 @@ class SlurmClusterResolver(TaskResolver):
         ]
 
     def _check(self, max_tasks: int, gpus: int, task_count: int) -> None:
-        if whole_number("gpus_per_node", gpus, 0, ValueError) > _MAX_GPUS:
+        if check_int("gpus_per_node", gpus, 0, ValueError) > _MAX_GPUS:
             raise ValueError(f"no node has {gpus} GPUs; the limit is {_MAX_GPUS}.")
-        whole_number("gpus_per_task", self._gpus, 0, ValueError)
+        check_int("gpus_per_task", self._gpus, 0, ValueError)
         if max_tasks * self._gpus > gpus:
             raise RuntimeError(
                 f"{max_tasks} tasks of a node with {self._gpus} GPUs each need more than the "
@@ -163,7 +163,7 @@ def _read_variable(env: Mapping[str, str], name: str) -> str:
 
 def _read_count(env: Mapping[str, str], name: str) -> int:
     text = _read_variable(env, name)
-    number = counted(text)
+    number = parse_count(text)
     if number is None:
         raise ValueError(f"SLURM_{name} must be a number from 0, but is {text!r:.40}.")
     return number
@@ -181,11 +181,11 @@ def _count_tasks(
         )
         name = "tasks_per_node"
         return {
-            host: whole_number(f"{name}[{host!r}]", tasks_per_node[host], 0, ValueError)
+            host: check_int(f"{name}[{host!r}]", tasks_per_node[host], 0, ValueError)
             for host in sorted_hosts
         }
     if tasks_per_node is not None:
-        return dict.fromkeys(hosts, whole_number("tasks_per_node", tasks_per_node, 0, ValueError))
+        return dict.fromkeys(hosts, check_int("tasks_per_node", tasks_per_node, 0, ValueError))
     counts = expand_tasks_per_node(_read_variable(env, "STEP_TASKS_PER_NODE"))
     if len(counts) != len(hosts):
         raise RuntimeError(f"Slurm lists {len(hosts)} nodes, but task counts for {len(counts)}.")
@@ -196,4 +196,4 @@ def _count_visible_gpus(env: Mapping[str, str]) -> int:
     if _VISIBLE in env:
         text = env[_VISIBLE].strip()
         return 0 if text in _NO_DEVICES else len(text.split(","))
-    return counted(env.get("SLURM_GPUS_ON_NODE", "")) or 0
+    return parse_count(env.get("SLURM_GPUS_ON_NODE", "")) or 0

@@ -60,8 +60,8 @@ class AllReduce:
     def choose_algorithm(self, inputs: ReductionInputs) -> AllReduceAlgorithm:
         """Return the algorithm for these inputs; the same on all ranks that make the same call."""
         arena, outs = self.reducer.node.arena, inputs.outs
-        if arena.moving:
-            arena.check_still(self.plan.text, [*inputs.values, *(outs or ())])
+        if arena.moving_keys:
+            arena.check_not_moving(self.plan.text, [*inputs.values, *(outs or ())])
         algorithm = self._algorithm
         if algorithm is not None and not algorithm.is_valid:
             algorithm = self._algorithm = None

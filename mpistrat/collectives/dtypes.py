@@ -45,16 +45,16 @@ class WireType(NamedTuple):
 
 @functools.lru_cache(maxsize=256)
 def _find_wire_type(op: ReduceOp, dtype: DType) -> WireType | str:
-    if dtype.kind == "b" and "b" in op.how.kinds:
+    if dtype.kind == "b" and "b" in op._reduction.kinds:
         return WireType(np.dtype(np.uint8), dtype)
     if dtype.kind == "b":
         return (
             f"is bool, of which {op.value} is ambiguous. Cast it to count, for example to int32; "
             "MAX of bool tells whether any is true, and MIN whether all are."
         )
-    if dtype.kind not in op.how.kinds and op.how.kinds == "b":
+    if dtype.kind not in op._reduction.kinds and op._reduction.kinds == "b":
         return f"is {dtype.name}; {op.value} is for bool. Give a condition, such as value > 0."
-    if dtype.kind not in op.how.kinds:
+    if dtype.kind not in op._reduction.kinds:
         subject = "complex numbers have" if dtype.kind == "c" else "numbers of this kind have"
         return f"is {dtype.name}; {subject} no {op.value}."
     if is_bfloat16(dtype) or dtype == np.float16:
@@ -63,7 +63,7 @@ def _find_wire_type(op: ReduceOp, dtype: DType) -> WireType | str:
         return WireType(
             np.dtype(np.float64), np.dtype(np.float64 if dtype.itemsize >= 4 else np.float32)
         )
-    if dtype.kind in "iu" and dtype.itemsize < 4 and not op.how.repeats:
+    if dtype.kind in "iu" and dtype.itemsize < 4 and not op._reduction.is_idempotent:
         # Open MPI's vector units saturate small integers (open-mpi/ompi#8045) where others wrap.
         return WireType(np.dtype(f"{dtype.kind}4"), dtype)
     return WireType(dtype, dtype)

@@ -41,9 +41,9 @@ from mpistrat.arrays import Array
 from mpistrat.collectives.dtypes import decode_order, encode_order, needs_ordered_integers
 from mpistrat.collectives.layout import Segment
 from mpistrat.comm.base import Comm
-from mpistrat.kernels.elementwise import divide, real, rescue, usual_nan
+from mpistrat.kernels.elementwise import as_real, divide, normalize_nans, recompute_nonfinite_means
 from mpistrat.kernels.ops import UFUNCS, ReduceOp
-from mpistrat.kernels.rows import compiles, from_bfloat16, reduce_rows, to_bfloat16
+from mpistrat.kernels.rows import from_bfloat16, is_worth_compiling, reduce_rows, to_bfloat16
 
 
 def reduce_by_mpi(comm: Comm, send: Array, recv: Array, op: ReduceOp) -> None:
@@ -59,18 +59,18 @@ def reduce_by_mpi(comm: Comm, send: Array, recv: Array, op: ReduceOp) -> None:
     if needs_ordered_integers(op, send.dtype):
         keys = encode_order(send, op)
         reduced_keys = np.empty_like(keys)
-        comm.allreduce(keys, reduced_keys, op.how.mpi)
+        comm.allreduce(keys, reduced_keys, op._reduction.mpi_name)
         recv[...] = decode_order(reduced_keys, op)
         return
-    if not op.how.mpi or (op.how.loses_nan and send.dtype.kind == "f"):
+    if not op._reduction.mpi_name or (op._reduction.may_lose_nan and send.dtype.kind == "f"):
         rows = np.empty((comm.size, *send.shape), send.dtype)
         comm.allgather(send, rows)
         ufunc: Any = UFUNCS[op]
         ufunc.reduce(rows, axis=0, out=recv)
         return
-    comm.allreduce(send, recv, op.how.mpi)
+    comm.allreduce(send, recv, op._reduction.mpi_name)
     if comm.size > 1:
-        usual_nan(recv)
+        normalize_nans(recv)
 
 
 # The elements that are sent between nodes at once; they bound the memory beside the arena.
@@ -120,7 +120,7 @@ class InterNodeGroup(NamedTuple):
         if divisor != 1.0:
             divide(total, divisor)
             sum_lowered = functools.partial(self._sum_lowered, part, lowered_part)
-            rescue(total, sum_lowered, divisor, self.power)
+            recompute_nonfinite_means(total, sum_lowered, divisor, self.power)
         return total
 
     def _sum_lowered(
@@ -128,8 +128,8 @@ class InterNodeGroup(NamedTuple):
     ) -> Array:
         """Return the sums over all nodes at these indices, times `power`. Collective."""
         send = _lower_values(
-            real(part)[indices],
-            None if lowered_part is None else real(lowered_part)[indices],
+            as_real(part)[indices],
+            None if lowered_part is None else as_real(lowered_part)[indices],
             self.power,
         )
         total: Array = np.empty_like(send)
@@ -231,7 +231,7 @@ def _average_rows(received_rows: Array, divisor: float, power: float) -> Array:
     mean: Array = total[0, :-1]
     if divisor != 1.0:
         divide(mean, divisor)
-        rescue(mean, sum_lowered, divisor, power)
+        recompute_nonfinite_means(mean, sum_lowered, divisor, power)
     return mean
 
 
@@ -244,21 +244,21 @@ def _lower_values(part: Array, lowered_part: Array | None, power: float) -> Arra
 
 
 def _is_large(array: Array) -> bool:
-    return compiles(np.add, np.dtype(np.float32), array.size)
+    return is_worth_compiling(np.add, np.dtype(np.float32), array.size)
 
 
 def _narrow_to_bfloat16(values: Array, factor: float, bits: Array) -> None:
-    loop = to_bfloat16 if _is_large(values) else to_bfloat16.twin
+    loop = to_bfloat16 if _is_large(values) else to_bfloat16.reference
     loop(values, np.float32(factor), bits)
 
 
 def _widen_from_bfloat16(bits: Array, values: Array) -> None:
-    (from_bfloat16 if _is_large(bits) else from_bfloat16.twin)(bits, values)
+    (from_bfloat16 if _is_large(bits) else from_bfloat16.reference)(bits, values)
 
 
 def compile_wire_casts(dtype: np.dtype[Any], columns: int) -> None:
     """Compile the loops that cast so many columns to bfloat16 and back, if they are compiled."""
-    if dtype == np.float32 and compiles(np.add, dtype, columns):
+    if dtype == np.float32 and is_worth_compiling(np.add, dtype, columns):
         sample, bits = np.zeros(1, np.float32), np.zeros(1, np.uint16)
         to_bfloat16(sample, sample[0], bits)
         from_bfloat16(bits, sample)

@@ -18,7 +18,7 @@ import numpy as np
 
 from mpistrat.arrays import Array
 from mpistrat.collectives.weights import Scales
-from mpistrat.shm.arena import ArenaAddress, Block
+from mpistrat.shm.arena import BufferAddress, SharedBuffers
 
 # The bytes of a bucket. They bound the scratch memory of a rank, whatever the tree, and a bucket
 # is still in the outer caches when it is reduced: 102 MB took 1.3 times as long in buckets of
@@ -178,7 +178,7 @@ class InPlaceColumns(NamedTuple):
     """
 
     suffix: str
-    matrices: list[tuple[weakref.ref[Block], int]]
+    matrices: list[tuple[weakref.ref[SharedBuffers], int]]
     segments: list[list[tuple[int, int, int]]]
 
     def list_matrices(self, scales: Scales) -> list[MatrixColumns]:
@@ -195,12 +195,12 @@ class InPlaceColumns(NamedTuple):
         return matrices
 
 
-def find_in_place_columns(addresses: Sequence[ArenaAddress]) -> InPlaceColumns:
+def find_in_place_columns(addresses: Sequence[BufferAddress]) -> InPlaceColumns:
     """Return the columns in which arrays of the arena are reduced, in the order of memory."""
     segments: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
     # In memory, small leaves are behind large ones.
-    for leaf, address in sorted(enumerate(addresses), key=lambda pair: pair[1].place.start):
-        leaf_range = address.place
+    for leaf, address in sorted(enumerate(addresses), key=lambda pair: pair[1].position.start):
+        leaf_range = address.position
         matrix_segments = segments.setdefault((address.block.number, leaf_range.matrix), [])
         # Neighbours are reduced at once, with the few unused columns between them.
         step = address.block.layout.step(leaf_range.matrix)

@@ -31,15 +31,21 @@ from mpistrat.collectives.layout import InPlaceColumns, Segment
 from mpistrat.collectives.plan import ReductionPlan
 from mpistrat.collectives.weights import Scales
 from mpistrat.comm.base import Comm
-from mpistrat.kernels.elementwise import power_for
+from mpistrat.kernels.elementwise import safe_power
 from mpistrat.kernels.ops import UFUNCS, ReduceOp
-from mpistrat.kernels.rows import compile_for, compiles, reduce_rows, spread_rows, sum_between
+from mpistrat.kernels.rows import (
+    compile_for,
+    is_worth_compiling,
+    reduce_rows,
+    spread_rows,
+    sum_between,
+)
 from mpistrat.kernels.threads import Team
 from mpistrat.lockstep.ending import aborting
 from mpistrat.lockstep.guards import warn
 from mpistrat.lockstep.handshake import Lockstep
 from mpistrat.lockstep.ranks import FaultHooks
-from mpistrat.shm.arena import Arena, ArenaAddress, Specs, slice_of
+from mpistrat.shm.arena import BufferAddress, SharedMemory, Specs, column_slice
 from mpistrat.shm.nodes import Nodes
 from mpistrat.shm.storage import Storage
 
@@ -70,19 +76,19 @@ def reduce_between_nodes(
     node = nodes.node
     # If all ranks of the node have peers, a rank exchanges and spreads the slice that it has
     # reduced itself, so it does not wait for the others.
-    needs_barrier = nodes.lanes < node.size
+    needs_barrier = nodes.peer_group_count < node.size
     if needs_barrier:
         node.barrier()
     if peers is not None:
         for rows, out, columns, segments in matrices:
-            own_columns = slice_of(node.rank, nodes.lanes, columns, rows.dtype)
+            own_columns = column_slice(node.rank, nodes.peer_group_count, columns, rows.dtype)
             reduce_columns_between_nodes(
                 peers, op, rows, out[0], own_columns=own_columns, segments=segments
             )
     if needs_barrier:
         node.barrier()
     for rows, out, columns, segments in matrices:
-        low, high = slice_of(node.rank, node.size, columns, rows.dtype)
+        low, high = column_slice(node.rank, node.size, columns, rows.dtype)
         for start, stop, *_ in segments:
             spread_rows(out, 0, max(low, start), min(high, stop), team)
 
@@ -106,12 +112,14 @@ class NodeReducer:
         # One arena for all strategies of the session: a call that is equal on all ranks uses the
         # same memory, even if a rank makes it on another strategy than the others.
         ranks_per_node = lockstep.options.ranks_per_node
-        self.arena = lockstep.get_shared("arena", lambda: Arena(lockstep.comm, ranks_per_node))
+        self.arena = lockstep.get_shared(
+            "arena", lambda: SharedMemory(lockstep.comm, ranks_per_node)
+        )
 
     @property
     def can_share_memory(self) -> bool:
         """Whether memory can be shared, unless it was refused already; equal on all ranks."""
-        return self._size > 1 and not self.arena.refused
+        return self._size > 1 and not self.arena.is_refused
 
     def create_buffers(self, specs: Specs) -> list[Array] | None:
         """Return zeroed arrays of these ``(dtype, shape)`` in the arena, or None on every rank.
@@ -135,27 +143,27 @@ class NodeReducer:
             may share one copy.
         """
         copies = self.arena.copies
-        was_refused = copies.refused
+        was_refused = copies.is_refused
         with self._lockstep.hooks, aborting(self._lockstep, call):
             storage = copies.make(value, is_shared)
-        if copies.refused and not was_refused:
+        if copies.is_refused and not was_refused:
             self.warn_of_private_memory(call, "each rank has its own copy of variables")
         return storage
 
     def lookup_addresses(
         self, plan: ReductionPlan, arrays: Sequence[Array]
-    ) -> list[ArenaAddress] | None:
+    ) -> list[BufferAddress] | None:
         """Return the addresses of arrays, or None if one cannot be reduced in place."""
         addresses = []
         for array in arrays:
-            address = self.arena.home(array)
+            address = self.arena.find_address(array)
             if address is None:
                 return None
             addresses.append(address)
         if len(set(map(id, arrays))) < len(arrays):
             return None  # an array that occurs twice must not be reduced twice
         # Between nodes, values that are added in float32 travel in float32.
-        return None if plan.narrow_dtypes and self.arena.nodes().nodes > 1 else addresses
+        return None if plan.narrow_dtypes and self.arena.nodes().node_count > 1 else addresses
 
     def compile_loops(self, plan: ReductionPlan, is_in_place: bool = False) -> None:
         """Compile the loops that this plan needs, before its handshake.
@@ -182,8 +190,8 @@ class NodeReducer:
         has compiled for another group of ranks do not count: the NaN that results from two NaNs has
         another payload in a compiled loop than in NumPy.
         """
-        compiled_dtypes = self._lockstep.session.kept(_Compiled)
-        if compiles(UFUNCS[op], dtype, columns):
+        compiled_dtypes = self._lockstep.session.get_instance(_Compiled)
+        if is_worth_compiling(UFUNCS[op], dtype, columns):
             compiled_dtypes.add(dtype)
         return UFUNCS[op] is np.add and dtype in compiled_dtypes
 
@@ -243,7 +251,7 @@ class NodeReducer:
         Not collective. Other ranks may read `out` after a barrier of the node.
         """
         node = self.arena.nodes().node
-        low, high = slice_of(node.rank, node.size, columns, rows.dtype)
+        low, high = column_slice(node.rank, node.size, columns, rows.dtype)
         column_count = sum(segment.stop - segment.start for segment in segments)
         is_compiled = self.is_compiled(op, rows.dtype, column_count)
         for segment in segments:
@@ -274,10 +282,10 @@ class NodeReducer:
           segments: The columns that are reduced, and their scales.
         """
         nodes = self.arena.nodes()
-        has_several_nodes = nodes.nodes > 1
+        has_several_nodes = nodes.node_count > 1
         self.reduce_within_node(op, rows, out[:1] if has_several_nodes else out, columns, segments)
         if has_several_nodes:
-            peers = None if nodes.lane is None else self.create_inter_node_group(nodes.lane)
+            peers = None if nodes.peers is None else self.create_inter_node_group(nodes.peers)
             team = self._lockstep.session.team
             reduce_between_nodes(nodes, peers, op, [(rows, out, columns, segments)], team)
 
@@ -294,24 +302,33 @@ class NodeReducer:
         """Reduce columns of this node's rows; with several nodes the sum is not divided yet."""
         nodes, team = self.arena.nodes(), self._lockstep.session.team
         start, stop, table, divisor = segment
-        if nodes.nodes > 1:
+        if nodes.node_count > 1:
             if op is ReduceOp.MEAN and table is None:
-                sum_between(rows, out, start, stop, power_for(self._size), team)
+                sum_between(rows, out, start, stop, safe_power(self._size), team=team)
                 return
             table, divisor = None if table is None else table[nodes.ranks], 1.0
         reduce_rows(
-            UFUNCS[op], rows, out, start, stop, table, divisor, column_count, team, is_compiled
+            UFUNCS[op],
+            rows,
+            out,
+            start,
+            stop,
+            scales=table,
+            divisor=divisor,
+            total_columns=column_count,
+            team=team,
+            is_compiled=is_compiled,
         )
 
     def create_inter_node_group(self, comm: Comm) -> InterNodeGroup:
         """Return the group that reduces between nodes over `comm`, the peers of this rank."""
-        return InterNodeGroup(comm, power_for(self._size), self.wire)
+        return InterNodeGroup(comm, safe_power(self._size), self.wire)
 
     @property
     def has_peers_for_all_ranks(self) -> bool:
         """Whether each rank has a peer on every other node: with equal numbers of ranks."""
         nodes = self.arena.nodes()
-        return nodes.nodes > 1 and nodes.lanes * nodes.nodes == self._size
+        return nodes.node_count > 1 and nodes.peer_group_count * nodes.node_count == self._size
 
     def reduce_peer_columns(self, peer_columns: Sequence[Sequence[tuple[Array, Segment]]]) -> None:
         """Write means of columns that only this rank and its peers read, in the first rows.
@@ -325,14 +342,14 @@ class NodeReducer:
             peers' order, whose means that peer alone receives; the contents of the other columns
             are undefined then.
         """
-        peers = self.arena.nodes().lane
+        peers = self.arena.nodes().peers
         assert peers is not None
         op = ReduceOp.MEAN
         column_count = sum(s.stop - s.start for columns in peer_columns for _, s in columns)
         with self.begin_data_movement():
             # This rank's own columns: their number does not show what other ranks have compiled.
             dtype = peer_columns[0][0][0].dtype
-            is_compiled = compiles(UFUNCS[op], dtype, column_count) or self.is_compiled(
+            is_compiled = is_worth_compiling(UFUNCS[op], dtype, column_count) or self.is_compiled(
                 op, dtype, 0
             )
             for rows, segment in itertools.chain.from_iterable(peer_columns):

@@ -61,16 +61,16 @@ from mpistrat.collectives.plan import ReductionInputs, ReductionPlan
 from mpistrat.collectives.reducer import Reducer
 from mpistrat.collectives.results import allocate_results, write_outs
 from mpistrat.collectives.weights import Scales
-from mpistrat.comm.base import Comm, Ordered
+from mpistrat.comm.base import Comm, OrderedComm
 from mpistrat.comm.mpi import MPIComm, needs_yielding
-from mpistrat.config import YIELD, yields
+from mpistrat.config import YIELD_VARIABLE, is_yielding
 from mpistrat.kernels.ops import ReduceOp
-from mpistrat.kernels.threads import deaf
+from mpistrat.kernels.threads import block_signals
 from mpistrat.lockstep.ending import abort
 from mpistrat.lockstep.guards import warn
 from mpistrat.lockstep.handshake import Lockstep
 from mpistrat.shm.nodes import Nodes, find_nodes
-from mpistrat.shm.segments import Pool
+from mpistrat.shm.segments import ResultPool
 from mpistrat.watchdog.exchange import call_before_finalize, has_thread_multiple
 
 
@@ -156,7 +156,7 @@ class Transfers:
                 transfer.end_event.wait()
 
     def _run_in_thread(self) -> None:
-        deaf()
+        block_signals()
         self._run_queue()
 
     def _run_queue(self) -> None:
@@ -182,7 +182,7 @@ _NO_THREADS, _NO_YIELDING, _ABLE = range(3)
 _REASONS = {
     _NO_THREADS: "MPI was started without THREAD_MULTIPLE",
     _NO_YIELDING: "Open MPI takes the time of the computation while it waits, unless it is started "
-    f"with {YIELD}=1, as `mpistrat run` does",
+    f"with {YIELD_VARIABLE}=1, as `mpistrat run` does",
 }
 
 # Waits for a transfer, and returns its results.
@@ -241,7 +241,7 @@ class Overlap:
         reducer.pool.turn()
         with np.errstate(all="ignore"):
             try:
-                node.arena.check_still(plan.text, [*values, *(outs or ())])
+                node.arena.check_not_moving(plan.text, [*values, *(outs or ())])
                 suffix, begin = self._prepare_transfer(node, plan, values, weights, outs)
                 oldest_number = self._transfers.oldest_number
             except Exception as error:
@@ -275,7 +275,7 @@ class Overlap:
         """
         if self._can_overlap is None:
             lockstep.handshake(f"{call}, the first that may overlap")
-            self._can_overlap = node.arena.nodes().nodes > 1 and self._agree_on_ability()
+            self._can_overlap = node.arena.nodes().node_count > 1 and self._agree_on_ability()
             if self._can_overlap:
                 self._open_communicators()
         return self._can_overlap
@@ -285,9 +285,9 @@ class Overlap:
         ability = _ABLE
         if is_on_mpi and not has_thread_multiple():
             ability = _NO_THREADS
-        elif is_on_mpi and needs_yielding() and not yields():
+        elif is_on_mpi and needs_yielding() and not is_yielding():
             ability = _NO_YIELDING
-        reason = _REASONS.get(self._lockstep.comm.reduced(ability, "MIN"))
+        reason = _REASONS.get(self._lockstep.comm.reduce_integer(ability, "MIN"))
         if reason is not None:
             text = f"all_reduce_start: all is done at once. {reason}. The results are the same."
             warn(self._lockstep, "all_reduce_start", text, RuntimeWarning, stacklevel=3)
@@ -296,11 +296,11 @@ class Overlap:
     def _open_communicators(self) -> None:
         # The status board shows the program's thread, so these communicators do not write to it.
         session, order = self._lockstep.session, self._lockstep.order
-        comm = session.comm if order is None else Ordered(session.comm, order)
+        comm = session.comm if order is None else OrderedComm(session.comm, order)
         nodes = self._own_nodes = find_nodes(comm, self._lockstep.options.ranks_per_node)
         self._node_comm, self._peer_comm = (
             _make_patient(nodes.node),
-            nodes.lane and _make_patient(nodes.lane),
+            nodes.peers and _make_patient(nodes.peers),
         )
         if isinstance(session.comm, MPIComm):
             atexit.register(self._transfers.drain)
@@ -353,7 +353,9 @@ class Overlap:
         outs: Sequence[Array] | None,
     ) -> Begin:
         """Return a function that copies values, and begins to reduce the copies."""
-        results = allocate_results(plan, values, outs, self._lockstep.session.kept(Pool))
+        results = allocate_results(
+            plan, values, outs, self._lockstep.session.get_instance(ResultPool)
+        )
 
         def begin(scales: Scales, oldest_number: int) -> Wait | None:
             bucket_rows = self._reserve_rows(node, plan.buckets, oldest_number)
@@ -459,4 +461,4 @@ class Overlap:
 
 
 def _make_patient(comm: Comm) -> Comm:
-    return comm.patient() if isinstance(comm, MPIComm) else comm
+    return comm.make_interruptible() if isinstance(comm, MPIComm) else comm

@@ -13,7 +13,7 @@ import numpy as np
 from mpistrat.arrays import Array, label, spec_text
 from mpistrat.collectives.dtypes import WireType
 from mpistrat.collectives.layout import BUCKET_NBYTES, Bucket, make_buckets
-from mpistrat.comm.callsite import where
+from mpistrat.comm.callsite import find_call_site
 from mpistrat.kernels.elementwise import divide
 from mpistrat.kernels.ops import ReduceOp
 from mpistrat.kernels.rows import is_narrow
@@ -77,7 +77,8 @@ def describe_first_nonfinite(call: str, step: int, contributions: Sequence[Contr
             return (
                 f"{label(contribution.path)}, {spec_text(contribution.value)}, is "
                 f"{contribution.value[index]} at index {index} (the first of "
-                f"{is_finite.size - int(is_finite.sum())}), in step {step}, {where()} {call}"
+                f"{is_finite.size - int(is_finite.sum())}), in step {step}, "
+                f"{find_call_site()} {call}"
             )
     return ""
 

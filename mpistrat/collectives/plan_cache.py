@@ -111,20 +111,20 @@ class PlanCache:
         """Forget all plans."""
         self._reductions.clear()
 
-    def find_reduction(self, key: PlanKey) -> AllReduce | None:
+    def find_reduction(self, plan_key: PlanKey) -> AllReduce | None:
         """Return the reduction that is kept under this key, or None."""
         try:
-            return self._reductions.get(key)
+            return self._reductions.get(plan_key)
         except TypeError:  # a defaultdict whose factory has no hash
             return None
 
-    def add_plan(self, key: PlanKey, plan: ReductionPlan) -> AllReduce:
+    def add_plan(self, plan_key: PlanKey, plan: ReductionPlan) -> AllReduce:
         """Keep a plan under a key, and return its reduction."""
         if len(self._reductions) >= _MAX_PLANS:
             self.clear()
         reduction = AllReduce(self.reducer, plan)
         with contextlib.suppress(TypeError):  # as above
-            self._reductions[key] = reduction
+            self._reductions[plan_key] = reduction
         return reduction
 
     def find_weighted_reduction(

@@ -25,7 +25,7 @@ from mpistrat.collectives.plan import (
 from mpistrat.collectives.weights import Scales, compute_scales
 from mpistrat.lockstep.ending import aborting
 from mpistrat.lockstep.handshake import Lockstep
-from mpistrat.shm.segments import Pool
+from mpistrat.shm.segments import ResultPool
 
 # A gather of more bytes makes a second handshake, which shows that every rank has the memory.
 _LARGE = 16 * 1024 * 1024
@@ -161,7 +161,7 @@ class Reducer:
         self._gather_options_text = time_limit_text + caller_text
         self.options_text = time_limit_text + caller_text + wire_text
         self.weights = np.empty((lockstep.comm.size, 0))
-        self.pool = lockstep.session.kept(Pool)
+        self.pool = lockstep.session.get_instance(ResultPool)
 
     @property
     def needs_finite_check(self) -> bool:

@@ -12,7 +12,7 @@ from numpy.lib import array_utils
 from mpistrat.arrays import Array
 from mpistrat.collectives.layout import Bucket
 from mpistrat.collectives.plan import ReductionPlan
-from mpistrat.shm.segments import Pool
+from mpistrat.shm.segments import ResultPool
 
 # Smaller results of a bucket share one piece of memory, since allocating each costs as much as
 # copying it. A larger one has its own, so that keeping it keeps nothing else.
@@ -98,7 +98,7 @@ def allocate_results(
     plan: ReductionPlan,
     values: Sequence[Array],
     outs: Sequence[Array] | None,
-    pool: Pool,
+    pool: ResultPool,
     reads_values_late: bool = False,
 ) -> Results:
     """Return the memory of the results: `outs` if possible, else memory of the pool.
@@ -143,7 +143,7 @@ def copy_single_rank_values(
     values: Sequence[Array],
     outs: Sequence[Array] | None,
     dtypes: Sequence[np.dtype[Any]],
-    pool: Pool,
+    pool: ResultPool,
 ) -> list[Array]:
     """Return the results of a reduction over one rank: its values, in `outs` or as fresh arrays.
 

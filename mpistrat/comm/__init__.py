@@ -1,13 +1,16 @@
 """Groups of ranks, and how bytes move between them.
 
-- `base`: what every communicator can do.
-- `mpi`: the same over MPI; the only importer of mpi4py.
+A `Comm` (in `base`) is a group of ranks with the collective calls of MPI on contiguous NumPy
+arrays. Its calls are not checked: `mpistrat.lockstep` does that before each of them.
+Implementations promise that messages of any size arrive (MPI gets at most 1 GiB at once), and that
+traffic of the program on its own communicators never meets that of mpistrat. Begin with `base`,
+then `session`.
+
+- `base`: the interface of every communicator; the same ranks in the order of a strategy's replicas.
+- `mpi`: communicators of MPI, and messages too large for one call; the only importer of mpi4py.
 - `loopback`: N ranks as threads of one process, for tests and debuggers.
-- `ordered`: the same ranks, numbered in the order of a strategy's replicas.
-- `session`: what all strategies on one communicator share: a private duplicate of it, the sequence
-  of calls, the thread that makes them.
-- `world`: which communicator a strategy gets when none is named.
-- `codec`: values as bytes. `chunks`: messages that are too large for one call of MPI.
-- `nodes`: messages between the first ranks of the nodes, for the board.
-- `callsite`: where a program called, and lists of ranks, in words.
+- `session`: the state that all strategies on one communicator share; the default communicator.
+- `point_to_point`: messages between two ranks that do not block.
+- `serialization`: values, and trees of values, as bytes.
+- `callsite`: the place where a program called, and lists of ranks, in words.
 """

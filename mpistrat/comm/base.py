@@ -1,9 +1,11 @@
-"""What every group of ranks can do.
+"""The interface of every group of ranks, and a group in another order.
 
 The words are MPI's: rank, size, all-gather, all-reduce, broadcast. Buffers are NumPy arrays that
-are C-contiguous, aligned and of native byte order; whoever calls has seen to that.
+are C-contiguous, aligned and of native byte order; callers have to see to that.
 
-A group of ranks in another order: the numbers that a program sees are replicas, not ranks.
+A `DeviceAssignment` says which rank is which replica. `OrderedComm` counts the ranks of the
+session's own communicator that way, so ids, shards, gathers, roots and nodes follow, and strategies
+with different orders still share one sequence of calls.
 """
 
 from __future__ import annotations
@@ -58,10 +60,10 @@ class Comm(abc.ABC):
           op: ``"SUM"``, ``"PROD"``, ``"MIN"``, ``"MAX"`` or, for unsigned integers, ``"BOR"``.
         """
 
-    def reduced(self, value: int, op: str) -> int:
+    def reduce_integer(self, number: int, op: str) -> int:
         """Return one integer of all ranks, reduced by `op`, as `allreduce` does. Collective."""
         reduced_value = np.empty(1, np.int64)
-        self.allreduce(np.array([value], np.int64), reduced_value, op)
+        self.allreduce(np.array([number], np.int64), reduced_value, op)
         return int(reduced_value[0])
 
     @abc.abstractmethod
@@ -78,7 +80,7 @@ class Comm(abc.ABC):
 
     @abc.abstractmethod
     def barrier(self) -> None:
-        """Wait for every rank. What any of them wrote to shared memory before is seen after."""
+        """Wait for every rank. Earlier writes to shared memory are visible afterwards."""
 
     @abc.abstractmethod
     def split(self, color: int, key: int | None = None) -> Comm:
@@ -101,7 +103,7 @@ class Comm(abc.ABC):
 
     @abc.abstractmethod
     def pages(self, nbytes: int) -> Pages | None:
-        """Return zeroed memory that all ranks of this group see, with an overlay; else `shared`."""
+        """Return shared memory as `shared` does, together with a private mapping of it."""
 
     @abc.abstractmethod
     def free(self) -> None:
@@ -109,7 +111,7 @@ class Comm(abc.ABC):
 
 
 @final
-class Ordered(Comm):
+class OrderedComm(Comm):
     """The ranks of another `Comm`, counted in another order.
 
     It is the same communicator: calls on it and on the one it is made of are one sequence, so
@@ -117,12 +119,12 @@ class Ordered(Comm):
 
     Args:
       comm: The group; it stays the owner.
-      order: ``order[i]`` is the rank, in `comm`, of what is rank i here; a permutation.
+      order: ``order[i]`` is the rank in `comm` of rank i of this group; a permutation.
 
     Example:
       >>> from mpistrat.testing import run_ranks
       >>> def program(comm):
-      ...     comm, out = Ordered(comm, (2, 0, 1)), np.zeros(3, np.uint8)
+      ...     comm, out = OrderedComm(comm, (2, 0, 1)), np.zeros(3, np.uint8)
       ...     comm.allgather(np.array([comm.rank], np.uint8), out)
       ...     return comm.rank, out.tolist()
       >>> run_ranks(program, 3)
@@ -146,27 +148,27 @@ class Ordered(Comm):
     def allgatherv(self, send: Buffer, recv: Buffer, counts: Sequence[int]) -> None:
         """Put every rank's bytes into `recv`, in this order."""
         by_rank = np.empty(recv.nbytes, np.uint8)
-        self._comm.allgatherv(send, by_rank, self._by_rank(counts))
-        self._put(by_rank, recv, counts)
+        self._comm.allgatherv(send, by_rank, self._reorder_counts(counts))
+        self._put_in_order(by_rank, recv, counts)
 
     def gatherv(self, send: Buffer, recv: Buffer | None, counts: Sequence[int], root: int) -> None:
         """Put every rank's bytes into `recv` of `root`, in this order."""
         by_rank = None if recv is None else np.empty(recv.nbytes, np.uint8)
-        self._comm.gatherv(send, by_rank, self._by_rank(counts), self._order[root])
+        self._comm.gatherv(send, by_rank, self._reorder_counts(counts), self._order[root])
         if by_rank is not None and recv is not None:
-            self._put(by_rank, recv, counts)
+            self._put_in_order(by_rank, recv, counts)
 
-    def _by_rank(self, counts: Sequence[int]) -> list[int]:
+    def _reorder_counts(self, counts: Sequence[int]) -> list[int]:
         counts_by_rank = [0] * self.size
         for count, rank in zip(counts, self._order, strict=True):
             counts_by_rank[rank] = count
         return counts_by_rank
 
-    def _put(self, by_rank: Buffer, recv: Buffer, counts: Sequence[int]) -> None:
-        ends = np.cumsum(self._by_rank(counts)).tolist()
+    def _put_in_order(self, by_rank: Buffer, recv: Buffer, counts: Sequence[int]) -> None:
+        end_offsets = np.cumsum(self._reorder_counts(counts)).tolist()
         at = 0
         for count, rank in zip(counts, self._order, strict=True):
-            recv[at : at + count] = by_rank[ends[rank] - count : ends[rank]]
+            recv[at : at + count] = by_rank[end_offsets[rank] - count : end_offsets[rank]]
             at += count
 
     def allreduce(self, send: Buffer, recv: Buffer, op: str) -> None:

@@ -20,115 +20,119 @@ T = TypeVar("T")
 _PACKAGE = str(Path(__file__).parent.parent)
 _EXAMPLES = str(Path(_PACKAGE, "examples"))
 # Where the program wrote the call that runs; empty if it runs where it was written.
-_written: ContextVar[str] = ContextVar("mpistrat_written", default="")
-_passed: list[str] = []
+_named_call_site: ContextVar[str] = ContextVar("mpistrat_written", default="")
+_library_directories: list[str] = []
 # Where threads begin, and wait.
-_THREADS = (
+_THREAD_FILES = (
     threading.__file__,
     str(Path(threading.__file__).with_name("concurrent") / "futures" / "thread.py"),
 )
-_LINE_LIMIT = 16  # runs of ranks, or groups of ranks, that one message names
+_MAX_LINES = 16  # runs of ranks, or groups of ranks, that one message names
 
 
 @functools.cache
-def in_package(filename: str) -> bool:
+def is_package_file(filename: str) -> bool:
     """Tell whether a file is of mpistrat itself, and not one of its examples."""
     return filename.startswith(_PACKAGE + os.sep) and not filename.startswith(_EXAMPLES + os.sep)
 
 
 @functools.cache
-def ours(filename: str) -> bool:
-    """Tell whether a file is of mpistrat itself, and not one of its examples, or is passed over."""
-    if filename == contextlib.__file__:  # a stop on the way through a generator that is entered
+def is_library_file(filename: str) -> bool:
+    """Tell whether a file is of mpistrat, except for examples, or of a library that calls it."""
+    if filename == contextlib.__file__:  # a frame between a context manager and its generator
         return True
-    if _passed and filename.startswith(tuple(_passed)):
+    if _library_directories and filename.startswith(tuple(_library_directories)):
         return True
-    return in_package(filename)
+    return is_package_file(filename)
 
 
-def pass_over(directory: str) -> None:
-    """Take files below a directory for ours from now on: of a library that calls mpistrat."""
-    if directory not in _passed:
-        _passed.append(directory)
-        ours.cache_clear()
-        _nameless.cache_clear()
+def add_library_directory(directory: str) -> None:
+    """Skip files below a directory from now on: those of a library that calls mpistrat."""
+    if directory not in _library_directories:
+        _library_directories.append(directory)
+        is_library_file.cache_clear()
+        _is_skipped_file.cache_clear()
 
 
 @functools.cache
-def _nameless(filename: str) -> bool:
-    # Also on the way to what is imported, and a wait, which says nothing of what for.
-    return ours(filename) or filename.startswith("<frozen importlib") or filename in _THREADS
+def _is_skipped_file(filename: str) -> bool:
+    # Import machinery and waits are skipped, too: they do not show a purpose.
+    return (
+        is_library_file(filename)
+        or filename.startswith("<frozen importlib")
+        or filename in _THREAD_FILES
+    )
 
 
-def place_of(frame: FrameType | None) -> str:
+def call_site_of(frame: FrameType | None) -> str:
     """Return ``file:line`` of the innermost frame outside mpistrat, or an empty string.
 
-    In a thread that has nothing of the program it is the outermost frame: what a library's thread
-    is for, such as a checkpoint, is to be seen from that. An empty string, too, where the stack of
-    another thread changes too fast to be read.
+    In a thread that has nothing of the program it is the outermost frame: it shows the purpose of a
+    library's thread, such as a checkpoint. An empty string, too, where the stack of another thread
+    changes too fast to be read.
     """
     try:
-        return "" if frame is None else _place_of(frame)
+        return "" if frame is None else _find_call_site(frame)
     except AttributeError:  # `f_back` was no frame: see `mpistrat.watchdog.processes`
         return ""
 
 
-def _place_of(frame: FrameType) -> str:
+def _find_call_site(frame: FrameType) -> str:
     inner = frame
-    while _nameless(frame.f_code.co_filename) and (outer := frame.f_back) is not None:
+    while _is_skipped_file(frame.f_code.co_filename) and (outer := frame.f_back) is not None:
         frame = outer
-    if frame.f_code.co_filename in _THREADS:
+    if frame.f_code.co_filename in _THREAD_FILES:
         frame = inner
         while (outer := inner.f_back) is not None:
             inner = outer
-            if inner.f_code.co_filename not in _THREADS:
+            if inner.f_code.co_filename not in _THREAD_FILES:
                 frame = inner
     return f"{frame.f_code.co_filename.rpartition(os.sep)[2]}:{frame.f_lineno}"
 
 
-def motion_of(frame: FrameType | None) -> int:
-    """Return a number that changes when a thread goes on in its Python code, in any of its frames.
+def stack_fingerprint(frame: FrameType | None) -> int:
+    """Return a number that changes when any frame of a thread executes another line of its code.
 
     Args:
       frame: The innermost frame of the thread. A stack that changes too fast to be read is another
         one each time.
     """
-    places = []
-    with contextlib.suppress(AttributeError):  # as in `place_of`
+    lines = []
+    with contextlib.suppress(AttributeError):  # as in `call_site_of`
         while frame is not None:
-            places.append((id(frame.f_code), frame.f_lineno))
+            lines.append((id(frame.f_code), frame.f_lineno))
             frame = frame.f_back
-    return hash(tuple(places))
+    return hash(tuple(lines))
 
 
-def where() -> str:
+def find_call_site() -> str:
     """Return ``file:line`` of the innermost caller outside mpistrat."""
-    return _written.get() or place_of(sys._getframe(1))
+    return _named_call_site.get() or call_site_of(sys._getframe(1))
 
 
 @final
-class standing_for:
-    """A context in which messages name `place` as the line of the program that makes a call."""
+class naming_call_site:
+    """A context in which messages name `call_site` as the line of the program that makes a call."""
 
-    def __init__(self, place: str):
+    def __init__(self, call_site: str):
         """Create it; it can be entered once."""
-        self._place = place
+        self._call_site = call_site
 
     def __enter__(self) -> None:
-        """Name `place` from now on."""
-        self._token = _written.set(self._place)
+        """Name `call_site` from now on."""
+        self._token = _named_call_site.set(self._call_site)
 
     def __exit__(self, *_: object) -> None:
         """Name what was named before."""
-        _written.reset(self._token)
+        _named_call_site.reset(self._token)
 
 
-def compiles(frame: FrameType | None) -> bool:
+def is_numba_on_stack(frame: FrameType | None) -> bool:
     """Tell whether code of Numba is on the stack: it compiles, loads what it has, or is imported.
 
-    What it has compiled runs without any.
+    Compiled code runs without such frames.
     """
-    with contextlib.suppress(AttributeError):  # as in `place_of`
+    with contextlib.suppress(AttributeError):  # as in `call_site_of`
         while frame is not None:
             if str(frame.f_globals.get("__name__")).partition(".")[0] == "numba":
                 return True
@@ -136,7 +140,7 @@ def compiles(frame: FrameType | None) -> bool:
     return False
 
 
-def grouped(keys: Iterable[K], values: Iterable[T]) -> dict[K, list[T]]:
+def group_by_key(keys: Iterable[K], values: Iterable[T]) -> dict[K, list[T]]:
     """Return the values of each key; keys come in the order in which each comes first.
 
     Args:
@@ -144,7 +148,7 @@ def grouped(keys: Iterable[K], values: Iterable[T]) -> dict[K, list[T]]:
       values: For example ranks.
 
     Example:
-      >>> grouped("aba", [0, 1, 2])
+      >>> group_by_key("aba", [0, 1, 2])
       {'a': [0, 2], 'b': [1]}
     """
     groups: dict[K, list[T]] = {}
@@ -153,11 +157,11 @@ def grouped(keys: Iterable[K], values: Iterable[T]) -> dict[K, list[T]]:
     return groups
 
 
-def runs_of(ranks: Iterable[int]) -> list[list[int]]:
+def rank_runs(ranks: Iterable[int]) -> list[list[int]]:
     """Return ranks as pairs of first and last.
 
     Example:
-      >>> runs_of([5, 0, 1, 2])
+      >>> rank_runs([5, 0, 1, 2])
       [[0, 2], [5, 5]]
     """
     runs: list[list[int]] = []
@@ -178,29 +182,31 @@ def ranks_text(ranks: Sequence[int]) -> str:
       >>> ranks_text(range(0, 512, 2))
       'ranks 0, 2, 4, 6, 8, 10, 12, 14, ..., 510 (256 ranks)'
     """
-    parts: list[str] = []
-    for first, last in runs_of(ranks):
-        parts += [f"{first}-{last}"] if last - first > 1 else map(str, range(first, last + 1))
-    text = ", ".join(parts)
-    if len(parts) > _LINE_LIMIT:
-        text = f"{', '.join(parts[: _LINE_LIMIT // 2])}, ..., {parts[-1]} ({len(ranks)} ranks)"
+    run_texts: list[str] = []
+    for first, last in rank_runs(ranks):
+        run_texts += [f"{first}-{last}"] if last - first > 1 else map(str, range(first, last + 1))
+    text = ", ".join(run_texts)
+    if len(run_texts) > _MAX_LINES:
+        text = (
+            f"{', '.join(run_texts[: _MAX_LINES // 2])}, ..., {run_texts[-1]} ({len(ranks)} ranks)"
+        )
     return ("rank " if len(ranks) == 1 else "ranks ") + text
 
 
-def few(texts: Sequence[str], line_limit: int = _LINE_LIMIT, hidden: int = 0) -> list[str]:
+def shorten(texts: Sequence[str], line_limit: int = _MAX_LINES, hidden_count: int = 0) -> list[str]:
     """Return texts, each of some of the ranks; of many, the first and how many more there are.
 
     Args:
       texts: The texts.
       line_limit: How many lines there may be.
-      hidden: How many more there are that are not among the texts.
+      hidden_count: How many more there are that are not among the texts.
 
     Example:
-      >>> few(["rank 0: a", "rank 1: b"])
+      >>> shorten(["rank 0: a", "rank 1: b"])
       ['rank 0: a', 'rank 1: b']
-      >>> few([str(rank) for rank in range(512)])[-2:]
+      >>> shorten([str(rank) for rank in range(512)])[-2:]
       ['14', '... and 497 more']
     """
-    if len(texts) + hidden <= line_limit:
+    if len(texts) + hidden_count <= line_limit:
         return list(texts)
-    return [*texts[: line_limit - 1], f"... and {len(texts) + hidden - line_limit + 1} more"]
+    return [*texts[: line_limit - 1], f"... and {len(texts) + hidden_count - line_limit + 1} more"]

@@ -1,8 +1,8 @@
 """N ranks as threads of one process: the whole stack without MPI.
 
 Plain ``pytest`` and a debugger work on it. It is made to be strict, not fast: every message is
-copied, buffers that MPI would not take are refused, ranks that call different things are told so,
-and a rank that waits for one that has left gets an error instead of waiting forever.
+copied, buffers that MPI would not take are refused, ranks that make different calls get an error,
+and so does a rank that waits for one that has left.
 
 With a seed, one rank runs at a time: at every call the seed says who continues, so what happens
 between the ranks is a function of the seed alone, and can be played again.
@@ -35,17 +35,17 @@ class Event(NamedTuple):
     """One entry of the trace of a schedule.
 
     Attributes:
-      rank: Who.
-      what: ``begins``, ``leaves``, ``ends``, ``goes on``, or the call that it has come to.
+      rank: The rank.
+      action: ``begins``, ``leaves``, ``ends``, ``goes on``, or the call that it has come to.
     """
 
     rank: int
-    what: str
+    action: str
 
 
 @final
-class _Turns:
-    """Whose turn it is. Only the rank whose turn it is touches anything in here."""
+class _Schedule:
+    """The schedule of a seeded world. Only the rank that has the turn touches it."""
 
     def __init__(self, size: int, seed: int, patience: float):
         self.seed = seed
@@ -63,13 +63,13 @@ class _Turns:
         self._turn_rank = -1
 
     def begin(self, rank: int) -> None:
-        # The order in which threads start is the system's, so nobody goes before all are here.
+        # The system decides the order in which threads start, so no rank runs before all are here.
         with self._arrival:
             self._absent -= 1
             last = not self._absent
         if last:
-            self._gates[self._choose()].release()
-        self._await(rank)
+            self._gates[self._choose_rank()].release()
+        self._await_turn(rank)
         self.trace.append(Event(rank, "begins"))
 
     def end(self, rank: int) -> None:
@@ -77,14 +77,14 @@ class _Turns:
             return
         self.trace.append(Event(rank, "ends"))
         if self._ready_ranks or self.waiting:
-            self._gates[self._choose()].release()
+            self._gates[self._choose_rank()].release()
 
-    def go_on(self, rank: int) -> None:
+    def switch_rank(self, rank: int) -> None:
         """Give the turn away until `rank`, which waits or is ready, is chosen."""
-        chosen_rank = self._choose()
+        chosen_rank = self._choose_rank()
         if chosen_rank != rank:
             self._gates[chosen_rank].release()
-            self._await(rank)
+            self._await_turn(rank)
         self.trace.append(Event(rank, "continues"))
         deadlock = self._deadlocked.pop(rank, "")
         if deadlock:
@@ -95,9 +95,9 @@ class _Turns:
             if self.waiting.pop(rank, None) is not None:
                 self._ready_ranks.append(rank)
 
-    def _choose(self) -> int:
+    def _choose_rank(self) -> int:
         if not self._ready_ranks:
-            text = f"deadlock in the schedule of seed {self.seed}: {self._where()}."
+            text = f"deadlock in the schedule of seed {self.seed}: {self._describe_waiting()}."
             self._deadlocked = dict.fromkeys(sorted(self.waiting), text)
             self.make_ready(*self._deadlocked)
         self._turn_rank = self._ready_ranks.pop(self._random.randrange(len(self._ready_ranks)))
@@ -108,18 +108,19 @@ class _Turns:
         if self._turn_rank != rank:
             raise RuntimeError(f"rank {rank} called out of its turn in a seeded schedule.")
 
-    def _where(self) -> str:
+    def _describe_waiting(self) -> str:
         waiting_calls = sorted(self.waiting.items())
         return "; ".join(
             f"rank {rank} waits in {kind} no. {call_number}"
             for rank, (call_number, kind) in waiting_calls
         )
 
-    def _await(self, rank: int) -> None:
+    def _await_turn(self, rank: int) -> None:
         if not self._gates[rank].acquire(timeout=self._patience):
             raise TimeoutError(
                 f"rank {rank} did not get its turn within {self._patience:g} s in the schedule of "
-                f"seed {self.seed}: the rank whose turn it is comes to no call. {self._where()}."
+                f"seed {self.seed}: the rank whose turn it is comes to no call. "
+                f"{self._describe_waiting()}."
             )
 
 
@@ -130,8 +131,8 @@ class LoopbackWorld:
     Args:
       size: The number of ranks.
       patience: Seconds that a rank waits for the others before it raises TimeoutError.
-      seed: Let one rank run at a time, in an order that is a function of this number and of what
-        the ranks call. Each thread then says `begin` first and `end` last. None: all at once.
+      seed: Let one rank run at a time, in an order that is a function of this number and of the
+        calls of the ranks. Each thread then says `begin` first and `end` last. None: all at once.
     """
 
     def __init__(self, size: int, patience: float = 60.0, seed: int | None = None):
@@ -142,16 +143,16 @@ class LoopbackWorld:
         self._rounds: dict[int, dict[int, tuple[str, Any]]] = {}
         self._take_counts: dict[int, int] = {}
         self._left: set[int] = set()
-        self._turns = None if seed is None else _Turns(size, seed, patience)
+        self._turns = None if seed is None else _Schedule(size, seed, patience)
 
     @property
-    def seeded(self) -> bool:
+    def is_seeded(self) -> bool:
         """Whether one rank runs at a time."""
         return self._turns is not None
 
     @property
     def trace(self) -> list[Event]:
-        """What has happened so far, in order; empty without a seed."""
+        """The events so far, in order; empty without a seed."""
         return [] if self._turns is None else list(self._turns.trace)
 
     def begin(self, rank: int) -> None:
@@ -183,8 +184,8 @@ class LoopbackWorld:
             ]
             self._turns.make_ready(*stranded_ranks)
 
-    def exchange_items(self, rank: int, number: int, kind: str, item: Any) -> list[Any]:
-        """Give `item`, wait for everybody's, and return all of them in rank order.
+    def exchange(self, rank: int, number: int, kind: str, contribution: object) -> list[Any]:
+        """Give `contribution`, wait for everybody's, and return all of them in rank order.
 
         Raises:
           RuntimeError: Another rank has left, or met for something else; with a seed, also if no
@@ -192,16 +193,18 @@ class LoopbackWorld:
           TimeoutError: Another rank did not come within `patience` seconds.
         """
         gather = self._gather if self._turns is None else self._gather_in_turn
-        arrived = gather(rank, number, kind, item)
+        arrived = gather(rank, number, kind, contribution)
         kinds = [arrived[r][0] for r in range(self.size)]
         if any(other != kind for other in kinds):
             raise RuntimeError(f"rank {rank} met in {kind}, but the ranks called {kinds}.")
         return [arrived[r][1] for r in range(self.size)]
 
-    def _gather(self, rank: int, number: int, kind: str, item: Any) -> dict[int, tuple[str, Any]]:
+    def _gather(
+        self, rank: int, number: int, kind: str, contribution: object
+    ) -> dict[int, tuple[str, Any]]:
         with self._condition:
             arrived = self._rounds.setdefault(number, {})
-            arrived[rank] = (kind, item)
+            arrived[rank] = (kind, contribution)
             if len(arrived) == self.size:  # whoever woke before would only wait again
                 self._condition.notify_all()
             complete = self._condition.wait_for(
@@ -209,37 +212,39 @@ class LoopbackWorld:
             )
             if len(arrived) < self.size:
                 reason = "have left" if complete else f"did not come within {self.patience:g} s"
-                self._miss(rank, number, kind, reason, RuntimeError if complete else TimeoutError)
-            self._take(number)
+                self._raise_missing(
+                    rank, number, kind, reason, RuntimeError if complete else TimeoutError
+                )
+            self._count_take(number)
         return arrived
 
     def _gather_in_turn(
-        self, rank: int, number: int, kind: str, item: Any
+        self, rank: int, number: int, kind: str, contribution: object
     ) -> dict[int, tuple[str, Any]]:
         turns = self._turns
         assert turns is not None
         turns.check(rank)
         turns.trace.append(Event(rank, f"{kind} no. {number}"))
         arrived = self._rounds.setdefault(number, {})
-        arrived[rank] = (kind, item)
+        arrived[rank] = (kind, contribution)
         turns.waiting[rank] = (number, kind)
         if len(arrived) == self.size:
             turns.make_ready(*range(self.size))
         elif self._left - arrived.keys():
             turns.make_ready(rank)
-        turns.go_on(rank)
+        turns.switch_rank(rank)
         if len(arrived) < self.size:
-            self._miss(rank, number, kind, "have left", RuntimeError)
-        self._take(number)
+            self._raise_missing(rank, number, kind, "have left", RuntimeError)
+        self._count_take(number)
         return arrived
 
-    def _miss(
-        self, rank: int, number: int, kind: str, reason: str, error: type[Exception]
+    def _raise_missing(
+        self, rank: int, number: int, kind: str, reason: str, error_class: type[Exception]
     ) -> NoReturn:
         missing = sorted(set(range(self.size)) - self._rounds[number].keys())
-        raise error(f"rank {rank} waits in {kind} no. {number}: ranks {missing} {reason}.")
+        raise error_class(f"rank {rank} waits in {kind} no. {number}: ranks {missing} {reason}.")
 
-    def _take(self, number: int) -> None:
+    def _count_take(self, number: int) -> None:
         self._take_counts[number] = self._take_counts.get(number, 0) + 1
         if self._take_counts[number] == self.size:
             del self._rounds[number], self._take_counts[number]
@@ -266,54 +271,64 @@ class LoopbackComm(Comm):
         self.size = world.size
         self._number = 0
 
-    def _exchange(self, kind: str, item: Any, *buffers: Buffer | None) -> list[Any]:
+    def _exchange(self, kind: str, contribution: object, *buffers: Buffer | None) -> list[Any]:
         for b in buffers:
             if b is not None and not (
                 b.flags.c_contiguous and b.flags.aligned and b.dtype.isnative
             ):
                 raise ValueError(f"rank {self.rank}, {kind}: MPI does not take such a buffer.")
         self._number += 1
-        return self.world.exchange_items(self.rank, self._number, kind, item)
+        return self.world.exchange(self.rank, self._number, kind, contribution)
 
     def allgather(self, send: Buffer, recv: Buffer) -> None:
         """Put every rank's `send` into `recv`, in rank order."""
-        parts = self._exchange(f"allgather of {send.nbytes} bytes", send.tobytes(), send, recv)
-        recv.reshape(-1).view(np.uint8)[:] = np.frombuffer(b"".join(parts), np.uint8)
+        contributions = self._exchange(
+            f"allgather of {send.nbytes} bytes", send.tobytes(), send, recv
+        )
+        recv.reshape(-1).view(np.uint8)[:] = np.frombuffer(b"".join(contributions), np.uint8)
 
     def allgatherv(self, send: Buffer, recv: Buffer, counts: Sequence[int]) -> None:
         """Put every rank's bytes into `recv`, in rank order."""
-        parts = self._exchange(f"allgatherv of {list(counts)} bytes", send.tobytes(), send, recv)
-        recv[:] = np.frombuffer(b"".join(parts), np.uint8)
+        contributions = self._exchange(
+            f"allgatherv of {list(counts)} bytes", send.tobytes(), send, recv
+        )
+        recv[:] = np.frombuffer(b"".join(contributions), np.uint8)
 
     def allreduce(self, send: Buffer, recv: Buffer, op: str) -> None:
         """Reduce every rank's `send` into `recv`, in rank order."""
         kind = f"allreduce {op} of {send.dtype} {send.shape}"
-        parts = self._exchange(kind, send.copy(), send, recv)
-        recv[...] = parts[0]
+        contributions = self._exchange(kind, send.copy(), send, recv)
+        recv[...] = contributions[0]
         with np.errstate(all="ignore"):
-            for part in parts[1:]:
-                _UFUNCS[op](recv, part, out=recv)
+            for contribution in contributions[1:]:
+                _UFUNCS[op](recv, contribution, out=recv)
 
     def bcast(self, buffer: Buffer, root: int) -> None:
         """Copy `buffer` of rank `root` to every rank."""
         root_copy = buffer.copy() if self.rank == root else None
-        parts = self._exchange(f"bcast of {buffer.nbytes} bytes from {root}", root_copy, buffer)
-        buffer[...] = parts[root]
+        contributions = self._exchange(
+            f"bcast of {buffer.nbytes} bytes from {root}", root_copy, buffer
+        )
+        buffer[...] = contributions[root]
 
     def gatherv(self, send: Buffer, recv: Buffer | None, counts: Sequence[int], root: int) -> None:
         """Put every rank's bytes into `recv` of `root`, in rank order."""
-        parts = self._exchange(
+        contributions = self._exchange(
             f"gatherv of {list(counts)} bytes to {root}", send.tobytes(), send, recv
         )
         if recv is not None:
-            recv[:] = np.frombuffer(b"".join(parts), np.uint8)
+            recv[:] = np.frombuffer(b"".join(contributions), np.uint8)
 
     def sendrecv(self, send: Buffer, dest: int, recv: Buffer, source: int) -> None:
         """Give `send` to `dest`, and get `recv` from `source`."""
-        to, data = self._exchange("sendrecv", (dest, send.tobytes()), send, recv)[source]
-        if to != self.rank:
-            raise RuntimeError(f"rank {self.rank} waits for {source}, which sends to {to}.")
-        recv.reshape(-1).view(np.uint8)[:] = np.frombuffer(data, np.uint8)
+        destination, received_bytes = self._exchange(
+            "sendrecv", (dest, send.tobytes()), send, recv
+        )[source]
+        if destination != self.rank:
+            raise RuntimeError(
+                f"rank {self.rank} waits for {source}, which sends to {destination}."
+            )
+        recv.reshape(-1).view(np.uint8)[:] = np.frombuffer(received_bytes, np.uint8)
 
     def barrier(self) -> None:
         """Wait for every rank."""
@@ -321,7 +336,7 @@ class LoopbackComm(Comm):
 
     def split(self, color: int, key: int | None = None) -> LoopbackComm:
         """Return the ranks that give the same `color`, by `key`, in a world of their own."""
-        if self.world.seeded:
+        if self.world.is_seeded:
             raise NotImplementedError("a seeded schedule has one group of ranks; it cannot split.")
         colors_and_keys = self._exchange("split", (color, self.rank if key is None else key))
         ranks = [rank for rank, (other, _) in enumerate(colors_and_keys) if other == color]
@@ -336,11 +351,11 @@ class LoopbackComm(Comm):
 
     def shared(self, nbytes: int) -> memoryview | None:
         """Return zeroed bytes that all ranks see."""
-        offered = bytearray(nbytes) if self.rank == 0 else None
-        return memoryview(self._exchange(f"shared memory of {nbytes} bytes", offered)[0])
+        own_memory = bytearray(nbytes) if self.rank == 0 else None
+        return memoryview(self._exchange(f"shared memory of {nbytes} bytes", own_memory)[0])
 
     def pages(self, nbytes: int) -> Pages | None:
-        """Return zeroed memory that all ranks see; overlays are of threads here."""
+        """Return zeroed memory that all ranks see; each thread has a private mapping."""
         share = functools.partial(self._exchange, f"pages of {nbytes} bytes")
         return shared_pages(share, self.rank == 0, nbytes)
 

@@ -18,11 +18,12 @@ the same: only the sum above 2**31           right              right
 
 An MPI 4 has functions that count in 64 bits, which mpi4py takes; before, counts and displacements
 are C ints. Inside the libraries, and in the system calls that they make, numbers of bytes meet
-such limits too, and a reduction takes as much memory again as it is given. So every library gets
-at most `LIMIT` bytes in one call.
+such limits too, and a reduction takes as much memory again as it is given. So every library gets at
+most `MAX_CALL_NBYTES` bytes in one call. Larger gathers are done in rounds, through a buffer of 64
+MiB, to which all ranks contribute equally.
 
-An element is never cut, and reduced in one call, so a reduction is what it is without pieces
-wherever the library adds in an order that does not depend on where an element lies.
+An element is never cut, and is reduced in one call. So a reduction has the bits of one without
+pieces wherever the order in which the library adds does not depend on the position of an element.
 """
 
 from __future__ import annotations
@@ -39,22 +40,22 @@ from typing import Any, NamedTuple, final
 import numpy as np
 
 from mpistrat.comm.base import Buffer, Comm
-from mpistrat.config import launched_by, mark_rank, patience, shared_files
+from mpistrat.config import launched_by, mapped_shm_files, mark_rank, read_or_default
 from mpistrat.shm.segments import Pages, shared_memory, shared_pages
 
 # Bytes.
-LIMIT = 2**30
+MAX_CALL_NBYTES = 2**30
 # A gather in rounds passes through so much memory; larger rounds are not faster.
-_ROOM = 2**26
+_ROUND_NBYTES = 2**26
 
 
-def slices(size: int, itemsize: int, limit: int) -> Iterator[slice]:
+def cut_into_slices(size: int, itemsize: int, limit: int) -> Iterator[slice]:
     """Cut `size` elements of `itemsize` bytes into runs of at most `limit` bytes.
 
     An element larger than that is a run of its own. Nothing is cut into nothing.
 
     Example:
-      >>> [(piece.start, piece.stop) for piece in slices(5, 4, 8)]
+      >>> [(piece.start, piece.stop) for piece in cut_into_slices(5, 4, 8)]
       [(0, 2), (2, 4), (4, 5)]
     """
     step = max(1, limit // itemsize)
@@ -66,15 +67,15 @@ class Round(NamedTuple):
     """A part of an uneven gather: some bytes of every rank that has not given all yet.
 
     Attributes:
-      begin: Where in each rank's bytes they begin.
+      begin: The first of these bytes, counted in each rank's bytes.
       counts: How many each rank gives; 0 once it has given all.
     """
 
     begin: int
     counts: list[int]
 
-    def places(self, counts: Sequence[int]) -> Iterator[tuple[slice, slice]]:
-        """Yield where bytes that came are, and where they go among all, rank by rank.
+    def iterate_slices(self, counts: Sequence[int]) -> Iterator[tuple[slice, slice]]:
+        """Yield the slice of the received bytes and the slice of the result, rank by rank.
 
         Args:
           counts: How many bytes each rank gives in all rounds.
@@ -91,32 +92,32 @@ class Round(NamedTuple):
             full_offset += rank_nbytes
 
 
-def rounds(counts: Sequence[int], limit: int) -> Iterator[Round]:
+def cut_into_rounds(counts: Sequence[int], limit: int) -> Iterator[Round]:
     """Cut a gather of so many bytes of each rank into rounds of at most `limit` bytes in all.
 
     All ranks give alike in each round, so that none waits while the others pass on its bytes.
 
     Example:
-      >>> [step.counts for step in rounds([5, 0, 3], 6)]
+      >>> [step.counts for step in cut_into_rounds([5, 0, 3], 6)]
       [[2, 0, 2], [2, 0, 1], [1, 0, 0]]
     """
-    share = max(1, min(limit, _ROOM) // len(counts))
-    for begin in range(0, max(counts), share):
-        yield Round(begin, [min(max(count - begin, 0), share) for count in counts])
+    rank_nbytes = max(1, min(limit, _ROUND_NBYTES) // len(counts))
+    for begin in range(0, max(counts), rank_nbytes):
+        yield Round(begin, [min(max(count - begin, 0), rank_nbytes) for count in counts])
 
 
 # Seconds that a thread sleeps between two looks at what it waits for. One that polls takes its time
 # from the program on a machine whose cores are all in use: of 148 ms for 16.8 MB over 1 Gbit/s it
 # computes for 25 this way (MPICH), and for all of them otherwise.
-_NAP = 1e-4
-_SEGMENTS = ("mpich_", "sm_segment.", "vader_segment.")  # of MPICH, Open MPI 5 and 4
+_NAP_SECONDS = 1e-4
+_SEGMENT_PREFIXES = ("mpich_", "sm_segment.", "vader_segment.")  # of MPICH, Open MPI 5 and 4
 
 
 @functools.cache
 def library() -> Any:
     """Return ``mpi4py.MPI``, starting MPI if nobody has yet."""
     if "mpi4py.MPI" not in sys.modules and launched_by() is not None:
-        with limited():
+        with end_after_timeout():
             _start_with_all_ranks()
     from mpi4py import MPI
 
@@ -125,25 +126,25 @@ def library() -> Any:
 
 
 def _start_with_all_ranks() -> None:
-    """Start MPI. The name is what is read in the stack of a rank whose others do not come."""
+    """Start MPI. Its name shows in the stack of a rank that waits for others here."""
     from mpi4py import MPI as MPI
 
 
 @contextmanager
-def limited() -> Iterator[None]:
+def end_after_timeout() -> Iterator[None]:
     """Print the stack of this process and end it if the body takes ``MPISTRAT_TIMEOUT`` seconds.
 
-    For what waits inside of MPI for ranks that may have ended before they started it. No Python
-    runs then, so no thread could tell.
+    For waits inside of MPI for ranks that may have ended before they started it. No Python runs
+    then, so no thread could report them.
     """
-    faulthandler.dump_traceback_later(patience().timeout, exit=True, file=2)
+    faulthandler.dump_traceback_later(read_or_default().timeout, exit=True, file=2)
     try:
         yield
     finally:
         faulthandler.cancel_dump_traceback_later()
 
 
-def initialized() -> bool:
+def is_mpi_running() -> bool:
     """Tell whether MPI has been started in this process and not yet been finalized."""
     if "mpi4py.MPI" not in sys.modules:
         return False
@@ -181,20 +182,20 @@ def ranks_of(comm: Any) -> list[int]:
     return list(mpi.Group.Translate_ranks(comm.group, ranks, mpi.COMM_WORLD.group))
 
 
-_before_abort: list[Callable[[int], object]] = []
+_abort_callbacks: list[Callable[[int], object]] = []
 
 
-def before_abort(call: Callable[[int], object]) -> None:
-    """Call `call` with the exit code before this process ends the job."""
-    _before_abort.append(call)
+def add_abort_callback(callback: Callable[[int], object]) -> None:
+    """Call `callback` with the exit code before this process ends the job."""
+    _abort_callbacks.append(callback)
 
 
 def abort(code: int) -> None:
-    """End the job with an exit code that every launcher passes on as it is."""
-    for call in _before_abort:
+    """End the job with an exit code that every launcher passes on unchanged."""
+    for call in _abort_callbacks:
         call(code)
-    for file in shared_files():
-        if Path(file).name.startswith(_SEGMENTS):  # MPI only removes them in MPI_Finalize
+    for file in mapped_shm_files():
+        if Path(file).name.startswith(_SEGMENT_PREFIXES):  # MPI only removes them in MPI_Finalize
             with suppress(OSError):
                 Path(file).unlink()
     library().COMM_WORLD.Abort(code)
@@ -210,29 +211,29 @@ def needs_yielding() -> bool:
     return "Open MPI" in library().Get_library_version()
 
 
-def _same_bits(size: int) -> bool:
+def _has_same_bits(size: int) -> bool:
     """Tell whether all-reduces that do not block have the bits of those that do, as far as seen."""
     return size <= 2 or library().Get_library_version().startswith("MPICH Version")
 
 
-def _nap(test: Callable[[], bool]) -> None:
-    """Sleep until what is waited for is there."""
+def _sleep_until(test: Callable[[], bool]) -> None:
+    """Sleep until the test succeeds."""
     while not test():
-        time.sleep(_NAP)
+        time.sleep(_NAP_SECONDS)
 
 
-def _by_request(
+def _blocking_call(
     begin: Callable[..., Any], wait: Callable[[Callable[[], bool]], None]
 ) -> Callable[..., None]:
-    """Return a call that blocks, of one that begins and returns a request."""
+    """Return a blocking form of a call that begins and returns a request."""
 
-    def call(*args: Any, **kwargs: Any) -> None:
+    def call_and_wait(*args: object, **kwargs: object) -> None:
         wait(begin(*args, **kwargs).Test)
 
-    return call
+    return call_and_wait
 
 
-def _bytes(buffer: Buffer) -> Buffer:
+def _as_bytes(buffer: Buffer) -> Buffer:
     return buffer.reshape(-1).view(np.uint8)
 
 
@@ -249,15 +250,15 @@ class MPIComm(Comm):
 
     name = "MPI"
 
-    def __init__(self, parent: Any, owned: bool = False, limit: int = LIMIT):
+    def __init__(self, parent: Any, is_owned: bool = False, limit: int = MAX_CALL_NBYTES):
         """Duplicate `parent`, an mpi4py intracommunicator. Collective over it.
 
         Args:
-          parent: What to duplicate.
-          owned: It is ours already, so there is nothing to duplicate.
+          parent: The communicator to duplicate.
+          is_owned: It is ours already, so there is nothing to duplicate.
           limit: How many bytes MPI is given at once; equal on all ranks.
         """
-        self._comm = self.mpi = parent if owned else parent.Dup()
+        self._comm = self.mpi = parent if is_owned else parent.Dup()
         self.rank = self._comm.rank
         self.size = self._comm.size
         self.limit = limit
@@ -272,39 +273,43 @@ class MPIComm(Comm):
         if size * self.size <= self.limit:
             self._allgather([send, size, self._byte], [recv, size, self._byte])
         else:
-            self._rounds(self._comm.Allgatherv, _bytes(send), _bytes(recv), [size] * self.size)
+            self._gather_in_rounds(
+                self._comm.Allgatherv, _as_bytes(send), _as_bytes(recv), [size] * self.size
+            )
 
     def allgatherv(self, send: Buffer, recv: Buffer, counts: Sequence[int]) -> None:
         """Put every rank's bytes into `recv`, in rank order, by MPI_Allgatherv."""
         if sum(counts) <= self.limit:
             self._comm.Allgatherv([send, send.nbytes, self._byte], [recv, counts, self._byte])
         else:
-            self._rounds(self._comm.Allgatherv, send, recv, counts)
+            self._gather_in_rounds(self._comm.Allgatherv, send, recv, counts)
 
     def gatherv(self, send: Buffer, recv: Buffer | None, counts: Sequence[int], root: int) -> None:
         """Put every rank's bytes into `recv` of `root`, in rank order, by MPI_Gatherv."""
         gather = functools.partial(self._comm.Gatherv, root=root)
         if sum(counts) <= self.limit:
-            room = None if recv is None else [recv, counts, self._byte]
-            gather([send, send.nbytes, self._byte], room)
+            receive_message = None if recv is None else [recv, counts, self._byte]
+            gather([send, send.nbytes, self._byte], receive_message)
         else:
-            self._rounds(gather, send, recv, counts)
+            self._gather_in_rounds(gather, send, recv, counts)
 
-    def _rounds(
+    def _gather_in_rounds(
         self, gather: Callable[..., None], send: Buffer, recv: Buffer | None, counts: Sequence[int]
     ) -> None:
         # The messages of one round are received in another array: in `recv` they are not side by
         # side, and MPI 3 cannot describe so large distances.
-        room = None
-        for step in rounds(counts, self.limit):
-            if recv is not None and room is None:
-                room = np.empty(sum(step.counts), np.uint8)  # the first round is the largest
+        round_bytes = None
+        for step in cut_into_rounds(counts, self.limit):
+            if recv is not None and round_bytes is None:
+                round_bytes = np.empty(sum(step.counts), np.uint8)  # the first round is the largest
             send_part = send[step.begin : step.begin + step.counts[self.rank]]
-            receive_message = None if room is None else [room, step.counts, self._byte]
+            receive_message = (
+                None if round_bytes is None else [round_bytes, step.counts, self._byte]
+            )
             gather([send_part, send_part.size, self._byte], receive_message)
-            if recv is not None and room is not None:
-                for received_slice, target_slice in step.places(counts):
-                    recv[target_slice] = room[received_slice]
+            if recv is not None and round_bytes is not None:
+                for received_slice, target_slice in step.iterate_slices(counts):
+                    recv[target_slice] = round_bytes[received_slice]
 
     def allreduce(self, send: Buffer, recv: Buffer, op: str) -> None:
         """Reduce every rank's `send` into `recv` by MPI_Allreduce, in pieces as every MPI takes."""
@@ -313,20 +318,20 @@ class MPIComm(Comm):
             self._allreduce(send, recv, op=mpi_op)
             return
         flat_send, flat_recv = send.reshape(-1), recv.reshape(-1)
-        for piece in slices(send.size, send.itemsize, self.limit):
+        for piece in cut_into_slices(send.size, send.itemsize, self.limit):
             self._allreduce(flat_send[piece], flat_recv[piece], op=mpi_op)
 
     def bcast(self, buffer: Buffer, root: int) -> None:
         """Copy `buffer` of `root` to every rank by MPI_Bcast, in pieces that every MPI takes."""
-        flat = _bytes(buffer)
-        for piece in slices(flat.size, 1, self.limit):
+        flat = _as_bytes(buffer)
+        for piece in cut_into_slices(flat.size, 1, self.limit):
             part = flat[piece]
             self._comm.Bcast([part, part.size, self._byte], root=root)
 
     def sendrecv(self, send: Buffer, dest: int, recv: Buffer, source: int) -> None:
         """Give `send` to `dest` and get `recv` from `source` by MPI_Sendrecv, in pieces."""
-        send_bytes, receive_bytes = _bytes(send), _bytes(recv)
-        for piece in slices(max(send_bytes.size, receive_bytes.size), 1, self.limit):
+        send_bytes, receive_bytes = _as_bytes(send), _as_bytes(recv)
+        for piece in cut_into_slices(max(send_bytes.size, receive_bytes.size), 1, self.limit):
             send_piece, receive_piece = send_bytes[piece], receive_bytes[piece]
             # The two may differ in size, and neighbours make as many calls as their own need: what
             # is not there must not be waited for.
@@ -348,23 +353,26 @@ class MPIComm(Comm):
 
         Messages too large for one call of MPI go pair by pair, with the neighbours in turn.
         """
-        sent, got = np.cumsum([0, *send_counts]).tolist(), np.cumsum([0, *receive_counts]).tolist()
-        if self.reduced(max(sent[-1], got[-1]), "MAX") > self.limit:
+        send_offsets, receive_offsets = (
+            np.cumsum([0, *send_counts]).tolist(),
+            np.cumsum([0, *receive_counts]).tolist(),
+        )
+        if self.reduce_integer(max(send_offsets[-1], receive_offsets[-1]), "MAX") > self.limit:
             for step in range(self.size):
                 dest, source = (self.rank + step) % self.size, (self.rank - step) % self.size
                 self.sendrecv(
-                    send[sent[dest] : sent[dest + 1]],
+                    send[send_offsets[dest] : send_offsets[dest + 1]],
                     dest,
-                    recv[got[source] : got[source + 1]],
+                    recv[receive_offsets[source] : receive_offsets[source + 1]],
                     source,
                 )
             return
         self._comm.Alltoallv(
-            [send, (send_counts, sent[:-1]), self._byte],
-            [recv, (receive_counts, got[:-1]), self._byte],
+            [send, (send_counts, send_offsets[:-1]), self._byte],
+            [recv, (receive_counts, receive_offsets[:-1]), self._byte],
         )
 
-    def among(self, ranks: Sequence[int], tag: int) -> MPIComm:
+    def create_group(self, ranks: Sequence[int], tag: int) -> MPIComm:
         """Return the group of these ranks, in this order, by MPI_Comm_create_group.
 
         Collective over `ranks` only: the others need not call.
@@ -378,9 +386,11 @@ class MPIComm(Comm):
             group_comm = self._comm.Create_group(group, tag % largest_tag())
         finally:
             group.Free()
-        return MPIComm(group_comm, owned=True, limit=self.limit)
+        return MPIComm(group_comm, is_owned=True, limit=self.limit)
 
-    def patient(self, wait: Callable[[Callable[[], bool]], None] = _nap) -> MPIComm:
+    def make_interruptible(
+        self, wait: Callable[[Callable[[], bool]], None] = _sleep_until
+    ) -> MPIComm:
         """Return this group for a thread beside the program: it sleeps while it waits.
 
         Not where that may change the bits of a reduction, which then is made by calls that block.
@@ -389,24 +399,24 @@ class MPIComm(Comm):
           wait: Takes a function that returns whether a message is there, and returns when it is;
             another one may look more often, or raise after some time.
         """
-        patient_comm = MPIComm(self._comm, owned=True, limit=self.limit)
+        patient_comm = MPIComm(self._comm, is_owned=True, limit=self.limit)
         patient_comm.is_interruptible = True
-        patient_comm._allgather = _by_request(self._comm.Iallgather, wait)
-        patient_comm._barrier = _by_request(self._comm.Ibarrier, wait)
-        if _same_bits(self.size):
-            patient_comm._allreduce = _by_request(self._comm.Iallreduce, wait)
+        patient_comm._allgather = _blocking_call(self._comm.Iallgather, wait)
+        patient_comm._barrier = _blocking_call(self._comm.Ibarrier, wait)
+        if _has_same_bits(self.size):
+            patient_comm._allreduce = _blocking_call(self._comm.Iallreduce, wait)
         return patient_comm
 
     def split(self, color: int, key: int | None = None) -> MPIComm:
         """Return the ranks that give the same `color`, ordered by `key`, by MPI_Comm_split."""
         split_comm = self._comm.Split(color, self.rank if key is None else key)
-        return MPIComm(split_comm, owned=True, limit=self.limit)
+        return MPIComm(split_comm, is_owned=True, limit=self.limit)
 
     def by_node(self) -> MPIComm:
         """Return the ranks that share memory with this one, by MPI_Comm_split_type."""
         node_comm = self._comm.Split_type(library().COMM_TYPE_SHARED, self.rank)
         if node_comm.size < self.size:
-            return MPIComm(node_comm, owned=True, limit=self.limit)
+            return MPIComm(node_comm, is_owned=True, limit=self.limit)
         node_comm.Free()
         return self
 

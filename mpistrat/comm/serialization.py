@@ -1,11 +1,10 @@
-"""Values of one replica as bytes that other ranks can read.
+"""Values of one replica, and trees of values, as bytes that other ranks can read.
 
-Numbers and arrays travel as dtype, shape and raw bytes, text as UTF-8. Only objects that are
-neither are pickled, and only when a program asks for them; ranks of one job trust each other.
+`encode` takes one value: numbers and arrays become dtype, shape and raw bytes, text UTF-8. Only
+other objects are pickled, and only when a program asks for them; ranks of one job trust each other.
 
-Trees of any values as bytes that other ranks can read; nothing is pickled.
-
-Trees are dicts, lists and tuples, also with bytes and arrays of objects inside of them.
+`encode_tree` takes trees of dicts, lists and tuples, also with bytes and arrays of objects inside
+of them; nothing is pickled.
 """
 
 from __future__ import annotations
@@ -24,31 +23,31 @@ from mpistrat.errors import LeafTypeError, text_of
 
 # A size below 255 takes one byte, so that many small values fit one frame.
 _SHORT, _LONG = struct.Struct("<cB"), struct.Struct("<cBQ")
-_TINY = 64
+_MAX_SMALL_NBYTES = 64
 
 
-def _array(value: Any, whole: bool) -> bytes | None:
+def _encode_array(value: object, is_unlimited: bool) -> bytes | None:
     array = np.asarray(value)
     unnamed = array.dtype.kind == "V" or is_foreign(array.dtype)  # by its own text, to NumPy
-    if unnamed and not (whole and is_bfloat16(array.dtype)):
+    if unnamed and not (is_unlimited and is_bfloat16(array.dtype)):
         return None
-    token = array.dtype.name if unnamed else array.dtype.str
+    dtype_text = array.dtype.name if unnamed else array.dtype.str
     if array.dtype.hasobject or array.dtype.names is not None:
         return None
-    head = f"{token};{','.join(map(str, array.shape))};".encode()
+    head = f"{dtype_text};{','.join(map(str, array.shape))};".encode()
     return head + array.tobytes()
 
 
-def encode(value: Any, whole: bool) -> tuple[bytes, bytes]:
+def encode(value: Any, is_unlimited: bool) -> tuple[bytes, bytes]:
     """Return the kind of a value, one byte, and its bytes.
 
     Args:
       value: Any value.
-      whole: Encode it whatever its size. Otherwise what is larger than a few numbers, or would
-        have to be pickled, is only noted, with kind ``b"o"``.
+      is_unlimited: Encode it whatever its size. Otherwise values that are larger than a few
+        numbers, or would have to be pickled, are only noted, with kind ``b"o"``.
 
     Raises:
-      LeafTypeError: `whole`, and the value cannot be pickled.
+      LeafTypeError: `is_unlimited`, and the value cannot be pickled.
 
     Example:
       >>> decode(*encode(2.5, False))
@@ -66,16 +65,20 @@ def encode(value: Any, whole: bool) -> tuple[bytes, bytes]:
         return b"f", struct.pack("<d", value)
     if kind is complex:
         return b"c", struct.pack("<dd", value.real, value.imag)
-    if kind is str and (whole or len(value) <= _TINY):
+    if kind is str and (is_unlimited or len(value) <= _MAX_SMALL_NBYTES):
         return b"s", value.encode(errors="surrogatepass")
     if kind in (np.ndarray, np.memmap) or isinstance(value, np.generic):
-        data = _array(value, whole) if whole or value.nbytes <= _TINY else None
-        if data is not None:
-            return b"g" if isinstance(value, np.generic) else b"a", data
-    return (b"p", _pickled(value)) if whole else (b"o", b"")
+        content = (
+            _encode_array(value, is_unlimited)
+            if is_unlimited or value.nbytes <= _MAX_SMALL_NBYTES
+            else None
+        )
+        if content is not None:
+            return b"g" if isinstance(value, np.generic) else b"a", content
+    return (b"p", _pickle(value)) if is_unlimited else (b"o", b"")
 
 
-def _pickled(value: Any) -> bytes:
+def _pickle(value: object) -> bytes:
     try:
         return pickle.dumps(value)
     except Exception as error:
@@ -86,41 +89,41 @@ def _pickled(value: Any) -> bytes:
         ) from error
 
 
-def decode(kind: bytes, data: bytes) -> Any:
+def decode(type_code: bytes, content: bytes) -> Any:
     """Return the value that `encode` took. Arrays are fresh and writable."""
-    if kind == b"n":
+    if type_code == b"n":
         return None
-    if kind == b"b":
-        return data == b"\1"
-    if kind == b"i":
-        return int(data, 16)
-    if kind == b"f":
-        return struct.unpack("<d", data)[0]
-    if kind == b"c":
-        return complex(*struct.unpack("<dd", data))
-    if kind == b"s":
-        return data.decode(errors="surrogatepass")
-    if kind == b"p":
-        return pickle.loads(data)
-    token, shape, raw = data.split(b";", 2)
+    if type_code == b"b":
+        return content == b"\1"
+    if type_code == b"i":
+        return int(content, 16)
+    if type_code == b"f":
+        return struct.unpack("<d", content)[0]
+    if type_code == b"c":
+        return complex(*struct.unpack("<dd", content))
+    if type_code == b"s":
+        return content.decode(errors="surrogatepass")
+    if type_code == b"p":
+        return pickle.loads(content)
+    dtype_text, shape, raw = content.split(b";", 2)
     sizes = [int(n) for n in shape.split(b",")] if shape else []
-    if token == b"bfloat16":
+    if dtype_text == b"bfloat16":
         importlib.import_module("ml_dtypes")  # which makes the name known to NumPy
-    array = np.frombuffer(raw, np.dtype(token.decode())).reshape(sizes).copy()
-    return array[()] if kind == b"g" else array
+    array = np.frombuffer(raw, np.dtype(dtype_text.decode())).reshape(sizes).copy()
+    return array[()] if type_code == b"g" else array
 
 
 def pack(entries: list[tuple[bytes, bytes]]) -> bytes:
     """Return kinds and bytes of several values as one message."""
-    parts = []
-    for kind, data in entries:
-        size = len(data)
-        parts += [_SHORT.pack(kind, size) if size < 255 else _LONG.pack(kind, 255, size), data]
-    return b"".join(parts)
+    pieces = []
+    for kind, content in entries:
+        size = len(content)
+        pieces += [_SHORT.pack(kind, size) if size < 255 else _LONG.pack(kind, 255, size), content]
+    return b"".join(pieces)
 
 
 def unpack(message: bytes) -> list[tuple[bytes, bytes]]:
-    """Return what `pack` took.
+    """Return the entries that `pack` took.
 
     Example:
       >>> unpack(pack([(b"n", b""), (b"s", b"text")]))
@@ -148,12 +151,12 @@ _ADVICE = (
 )
 
 
-def encode_tree(value: Any, path: str = "") -> tuple[bytes, bytes]:
+def encode_tree(value: object, path: str = "") -> tuple[bytes, bytes]:
     """Return the kind of a tree, one byte, and its bytes.
 
     Args:
       value: A tree of dicts, lists and tuples, of numbers, text, bytes, None and arrays.
-      path: What errors call it; empty for a whole tree.
+      path: The name of the value in errors; empty for a whole tree.
 
     Raises:
       LeafTypeError: A leaf is something else.
@@ -164,11 +167,13 @@ def encode_tree(value: Any, path: str = "") -> tuple[bytes, bytes]:
     """
     if isinstance(value, dict):
         pairs = [(encode_tree(key, f"a key of {path or 'the value'}"), key) for key in value]
-        items = [(key, encode_tree(value[name], f"{path}[{name!r}]")) for key, name in pairs]
-        return _DICT, pack([*itertools.chain.from_iterable(items)])
+        encoded_pairs = [
+            (key, encode_tree(value[name], f"{path}[{name!r}]")) for key, name in pairs
+        ]
+        return _DICT, pack([*itertools.chain.from_iterable(encoded_pairs)])
     if isinstance(value, list | tuple):
-        items_of = [encode_tree(item, f"{path}[{i}]") for i, item in enumerate(value)]
-        return _LIST if isinstance(value, list) else _TUPLE, pack(items_of)
+        encoded_elements = [encode_tree(element, f"{path}[{i}]") for i, element in enumerate(value)]
+        return _LIST if isinstance(value, list) else _TUPLE, pack(encoded_elements)
     if type(value) is bytes:
         return _BYTES, value
     if isinstance(value, np.ndarray) and value.dtype.kind in "OT":
@@ -176,13 +181,13 @@ def encode_tree(value: Any, path: str = "") -> tuple[bytes, bytes]:
         return kind, pack([encode_tree([*value.shape]), encode_tree([*value.flat], path)])
     if not _is_leaf(value):
         raise LeafTypeError(
-            f"gather_objects: {path or 'the value'} is {_described(value)}, which is not sent to "
-            f"other ranks. {_ADVICE}"
+            f"gather_objects: {path or 'the value'} is {_describe_leaf(value)}, which is not sent "
+            f"to other ranks. {_ADVICE}"
         )
-    return encode(np.asarray(value) if isinstance(value, np.ndarray) else value, whole=True)
+    return encode(np.asarray(value) if isinstance(value, np.ndarray) else value, is_unlimited=True)
 
 
-def _is_leaf(value: Any) -> bool:
+def _is_leaf(value: object) -> bool:
     """Tell whether the codec sends a value without pickling it."""
     if isinstance(value, np.ndarray | np.generic):
         foreign = value.dtype.kind == "V" or is_foreign(value.dtype)
@@ -190,8 +195,8 @@ def _is_leaf(value: Any) -> bool:
     return type(value) in (type(None), bool, int, float, complex, str)
 
 
-def _described(value: Any) -> str:
-    """Return what a leaf is, and of some arrays what to give instead."""
+def _describe_leaf(value: object) -> str:
+    """Return a description of a leaf, for some arrays with advice."""
     if is_masked(value):
         return "a masked array, whose mask would be lost (give its data and its mask)"
     if isinstance(value, np.ndarray | np.generic):
@@ -200,23 +205,23 @@ def _described(value: Any) -> str:
     return f"of type {type(value).__name__}"
 
 
-def decode_tree(kind: bytes, content: bytes) -> Any:
+def decode_tree(type_code: bytes, content: bytes) -> Any:
     """Return the tree that `encode_tree` took, of plain dicts, lists and tuples.
 
     Arrays are fresh and writable.
     """
-    if kind == _DICT:
-        items: Iterator[Any] = itertools.starmap(decode_tree, unpack(content))
-        return dict(zip(items, items, strict=True))
-    if kind in (_LIST, _TUPLE):
+    if type_code == _DICT:
+        decoded_items: Iterator[Any] = itertools.starmap(decode_tree, unpack(content))
+        return dict(zip(decoded_items, decoded_items, strict=True))
+    if type_code in (_LIST, _TUPLE):
         values = itertools.starmap(decode_tree, unpack(content))
-        return [*values] if kind == _LIST else (*values,)
-    if kind == _BYTES:
+        return [*values] if type_code == _LIST else (*values,)
+    if type_code == _BYTES:
         return content
-    if kind not in (_OBJECTS, _STRINGS):
-        return decode(kind, content)
+    if type_code not in (_OBJECTS, _STRINGS):
+        return decode(type_code, content)
     shape, values = itertools.starmap(decode_tree, unpack(content))
-    array = np.empty(len(values), np.dtypes.StringDType() if kind == _STRINGS else object)
+    array = np.empty(len(values), np.dtypes.StringDType() if type_code == _STRINGS else object)
     for index, value in enumerate(values):
         array[index] = value
     return array.reshape(shape)

@@ -1,10 +1,13 @@
-"""Sessions: what all strategies on one communicator have in common.
+"""Sessions: the state that all strategies on one communicator share; and the default communicator.
 
 All strategies on one parent communicator share one session: one private duplicate, one sequence of
 calls, one owning thread. So strategies can be made and dropped in any order, and a thousand of them
-cost one duplicate (MPICH runs out of contexts after 2,046).
+cost one duplicate (MPICH runs out of contexts after 2,046). The session is an attribute of the MPI
+communicator that it duplicates, and is freed with it, or by MPI at exit.
 
-Which group of ranks a strategy gets when none is named.
+`find_default_parent` returns the group of a strategy whose maker named none. `check_not_child`
+refuses processes that are no ranks: children of multiprocessing, and programs that a rank has
+started.
 """
 
 from __future__ import annotations
@@ -27,14 +30,14 @@ from typing import Any, TypeVar, final
 
 from mpistrat.comm.base import Comm
 from mpistrat.comm.loopback import LoopbackComm, LoopbackWorld
-from mpistrat.comm.mpi import MPIComm, initialized, is_communicator, library
+from mpistrat.comm.mpi import MPIComm, is_communicator, is_mpi_running, library
 from mpistrat.config import (
     Options,
     forget_launcher,
     job_size,
     launched_by,
     parent_rank,
-    patience,
+    read_or_default,
     torchrun_size,
 )
 from mpistrat.errors import PreflightError, StrategyError
@@ -44,9 +47,9 @@ T = TypeVar("T")
 
 _NO_THREAD, _FORKED = -1, -2  # no thread has these numbers
 
-_adding = threading.Lock()
+_sessions_lock = threading.Lock()
 # Replaced as a whole, so that a watchdog may look while the program makes another.
-_alive: tuple[weakref.ref[Session], ...] = ()
+_sessions: tuple[weakref.ref[Session], ...] = ()
 
 
 _ENDED_TEXT = (
@@ -59,19 +62,21 @@ _NOT_BEGUN_TEXT = (
 )
 
 
-def _disown() -> None:
+def _disown_sessions() -> None:
     """Take note in a forked process that the sessions it has copied are not its own."""
-    for session_ref in _alive:
+    for session_ref in _sessions:
         session = session_ref()
         if session is not None and session._owner is not None:
             session._owner = _FORKED
 
 
-os.register_at_fork(after_in_child=_disown)
+os.register_at_fork(after_in_child=_disown_sessions)
 
 
 class StatusBoard:
-    """Where a rank says what it is doing. Nobody watches this one; `WatchedBoard` is watched.
+    """The place where a rank notes its calls.
+
+    Nobody watches this one; the watchdog's `Board` is watched.
 
     Attributes:
       enter: ``enter(number, text)``: this rank makes that call.
@@ -162,66 +167,66 @@ class Session:
     Attributes:
       comm: The private communicator.
       calls: How many calls have been checked so far; equal on all ranks.
-      board: Where this rank says what it is doing, for the watchdog.
+      board: The notes of this rank about its calls, for the watchdog.
       options: The options; the defaults until the session has begun.
-      freed: The parent has been freed.
-      is_initialized: What happens once for a session has happened.
-      groups: Parts of the communicator, by what they are for; each has a ``free``.
+      is_freed: The parent has been freed.
+      is_initialized: The first steps of the session have been done.
+      groups: Parts of the communicator by their purpose; each has a ``free``.
       team: The threads of the kernels; None if this rank has but one.
-      awaited: Called in the owning thread before each of its calls, if the session is lent to other
-        threads: waits until none of these will make a call that comes first.
+      await_borrowers: Called in the owning thread before each of its calls, if other threads may
+        make calls too (`allow_thread`): waits until none of these will make an earlier call.
     """
 
-    def __init__(self, comm: Comm, owned: bool = True):
+    def __init__(self, comm: Comm, is_owned: bool = True):
         """Create a session on `comm`, owned by the calling thread unless it never communicates."""
         self.comm = comm
         self.calls = 0
         self.is_initialized = False
         self.options = Options()
-        self.freed = False
+        self.is_freed = False
         self.board = StatusBoard()
         self.groups: dict[object, Any] = {}
         self.team: Team | None = None
-        self.awaited: Callable[[], None] | None = None
+        self.await_borrowers: Callable[[], None] | None = None
         self._borrower: int | None = None
         self._lending = threading.Lock()
         self._instances: dict[type[Any], Any] = {}
-        self._owner: int | None = get_ident() if owned else None
+        self._owner: int | None = get_ident() if is_owned else None
         self._thread = threading.current_thread()
         self._pid = os.getpid()
-        global _alive
-        with _adding:
-            _alive = (
-                *(session_ref for session_ref in _alive if session_ref() is not None),
+        global _sessions
+        with _sessions_lock:
+            _sessions = (
+                *(session_ref for session_ref in _sessions if session_ref() is not None),
                 weakref.ref(self),
             )
 
-    def kept(self, kind: type[T]) -> T:
-        """Return the one `kind` of this session, made at the first call.
+    def get_instance(self, instance_class: type[T]) -> T:
+        """Return the one `instance_class` of this session, made at the first call.
 
         Other parts of the library have one of them in each session, such as their counters.
         """
-        instance: T | None = self._instances.get(kind)
+        instance: T | None = self._instances.get(instance_class)
         if instance is None:
-            instance = self._instances[kind] = kind()
+            instance = self._instances[instance_class] = instance_class()
         return instance
 
     def describe_other_sessions(self) -> tuple[int, str, int]:
-        """Return what this process does in its other sessions, for the watchdog of this one.
+        """Return the state of this process in its other sessions, for the watchdog of this one.
 
         Returns:
-          How many calls it has made in them; the text of the call that it is inside of there, empty
-          if it is in none; the end of what it has declared there, monotonic ns, or 0.
+          The number of its calls in them; the text of the call that it is inside of there, or an
+          empty text; the end of the operation that it has declared there, monotonic ns, or 0.
         """
         other_sessions = [
-            session for ref in _alive if (session := ref()) is not None and session is not self
+            session for ref in _sessions if (session := ref()) is not None and session is not self
         ]
         text = next((call for session in other_sessions if (call := session.board.call)), "")
         latest_deadline = max((session.board.deadline for session in other_sessions), default=0)
         return sum(session.calls for session in other_sessions), text, latest_deadline
 
     @staticmethod
-    def on(
+    def of_parent(
         parent: Any,
         meeting: Callable[[Any], AbstractContextManager[Any]] = nullcontext,
     ) -> Session:
@@ -231,7 +236,7 @@ class Session:
 
         Args:
           parent: An mpi4py intracommunicator, or a `Comm`.
-          meeting: Given `parent`, what to be in while all its ranks meet.
+          meeting: Returns, for `parent`, a context in which all its ranks meet.
 
         Raises:
           TypeError: `parent` is neither.
@@ -249,13 +254,13 @@ class Session:
                 "color UNDEFINED. Make no strategy on this rank, or give it a color."
             )
         if is_communicator(parent):
-            if not initialized():
+            if not is_mpi_running():
                 raise StrategyError(_ENDED_TEXT if library().Is_finalized() else _NOT_BEGUN_TEXT)
-            cached: Session | None = parent.Get_attr(_attribute())
+            cached: Session | None = parent.Get_attr(_session_keyval())
             if cached is None:
                 with meeting(parent):
                     cached = Session(MPIComm(parent))
-                parent.Set_attr(_attribute(), cached)
+                parent.Set_attr(_session_keyval(), cached)
             cached.claim()
             return cached
         raise TypeError(
@@ -267,50 +272,55 @@ class Session:
         self._owner = _NO_THREAD
 
     def claim(self) -> None:
-        """Note that a thread makes a strategy, and let the session be its if it is nobody's."""
+        """Note that a thread makes a strategy; a session without an owner becomes its own."""
         if self._owner == _NO_THREAD:
             self._owner = get_ident()
             self._thread = threading.current_thread()
 
     @staticmethod
-    def largest() -> int:
+    def find_largest_size() -> int:
         """Return how many ranks the largest session has that a living thread owns, or 1.
 
         Any thread may ask, of all threads of this process.
         """
         living_sessions = [
             session
-            for ref in _alive
+            for ref in _sessions
             if (session := ref()) is not None and session._thread.is_alive()
         ]
         return max((session.comm.size for session in living_sessions), default=1)
 
     def check(self) -> None:
         """Raise StrategyError unless this thread and process own the session."""
-        theirs = get_ident() != self._owner
-        if theirs or self.freed or self.awaited is not None or self.comm.is_ended():
-            self._look()
+        is_other_thread = get_ident() != self._owner
+        if (
+            is_other_thread
+            or self.is_freed
+            or self.await_borrowers is not None
+            or self.comm.is_ended()
+        ):
+            self._check_thoroughly()
 
-    def _look(self) -> None:
-        """Do what `check` does, where there is more to look at than who calls."""
+    def _check_thoroughly(self) -> None:
+        """Do as `check` does, where more than the calling thread matters."""
         if self._owner is None:
             return
-        thread_id, is_ended = get_ident(), self.freed or self.comm.is_ended()
+        thread_id, is_ended = get_ident(), self.is_freed or self.comm.is_ended()
         if os.getpid() == self._pid and not is_ended:
             if thread_id == self._borrower:
                 return
             if thread_id == self._owner:
-                if self.awaited is not None:
-                    self.awaited()
+                if self.await_borrowers is not None:
+                    self.await_borrowers()
                 return
-        raise StrategyError(self._refusal())
+        raise StrategyError(self._describe_refusal())
 
     @contextmanager
-    def lent(self) -> Iterator[None]:
-        """Allow this thread to make calls, as part of what the owning thread has begun.
+    def allow_thread(self) -> Iterator[None]:
+        """Allow this thread to make calls, as a part of a call of the owning thread.
 
         It may be a thread that another library made for it, or the owning thread itself; whoever
-        lends says in `awaited` how the owner waits, so that calls have one order.
+        lends says in `await_borrowers` how the owner waits, so that calls have one order.
 
         Raises:
           StrategyError: It is another thread of the program's own.
@@ -318,7 +328,7 @@ class Session:
         thread = threading.current_thread()
         foreign = isinstance(thread, threading._DummyThread)  # not made by Python
         if self._owner not in (None, thread.ident) and not foreign:
-            raise StrategyError(self._refusal())
+            raise StrategyError(self._describe_refusal())
         with self._lending:
             self._borrower = thread.ident
             try:
@@ -326,8 +336,8 @@ class Session:
             finally:
                 self._borrower = None
 
-    def _refusal(self) -> str:
-        if self.freed:
+    def _describe_refusal(self) -> str:
+        if self.is_freed:
             return (
                 f"rank {self.comm.rank}: the program has freed the communicator of this strategy, "
                 "so the strategy cannot be used any more. Free it after the last call, or make a "
@@ -352,12 +362,12 @@ class Session:
 
 
 @functools.cache
-def _attribute() -> int:
+def _session_keyval() -> int:
     # MPI's own attribute caching ties the session to the life of its parent: when the program
     # frees the parent (collective), the duplicate goes with it; at exit MPI_Finalize does the rest.
     def freed(parent: Any, key: int, session: Session) -> None:
         if parent != library().COMM_WORLD and parent != library().COMM_SELF:
-            session.freed = True
+            session.is_freed = True
             session.board.free()
             for group in session.groups.values():
                 group.free()
@@ -368,20 +378,20 @@ def _attribute() -> int:
     return int(library().Comm.Create_keyval(delete_fn=freed))
 
 
-_ENDING = 10.0  # seconds in which a pool ends its workers
+_POOL_END_SECONDS = 10.0  # seconds in which a pool ends its workers
 
 _default_world: contextvars.ContextVar[Comm | None] = contextvars.ContextVar(
     "mpistrat_world", default=None
 )
 
 
-def alone() -> LoopbackComm:
+def make_single_rank_comm() -> LoopbackComm:
     """Return a new group of one rank, which never communicates."""
     return LoopbackComm(LoopbackWorld(1), 0)
 
 
 @contextlib.contextmanager
-def as_world(comm: Comm) -> Iterator[None]:
+def default_group(comm: Comm) -> Iterator[None]:
     """Make `comm` the default group of this context; how tests run N ranks in one process."""
     token = _default_world.set(comm)
     try:
@@ -390,27 +400,27 @@ def as_world(comm: Comm) -> Iterator[None]:
         _default_world.reset(token)
 
 
-def default_parent() -> Any:
+def find_default_parent() -> Any:
     """Return the group that a strategy uses if its maker named none.
 
-    That is the group set by `as_world`, else ``MPI.COMM_WORLD``. Where no MPI library can be
+    That is the group set by `default_group`, else ``MPI.COMM_WORLD``. Where no MPI library can be
     loaded and no launcher is seen either, it is a group of one rank, so that
     ``python train.py`` works on a laptop without MPI.
 
     Raises:
-      StrategyError: As of `refuse_children`.
+      StrategyError: As of `check_not_child`.
       ImportError: mpi4py finds no MPI library, although a launcher started this process.
       PreflightError: So did torchrun, as one of several.
     """
     default_world = _default_world.get()
     if default_world is not None:
         return default_world
-    refuse_children()
+    check_not_child()
     try:
         return library().COMM_WORLD
     except (ImportError, RuntimeError) as error:
         reason = str(error).splitlines()[0]
-        if not patience().ranks and (by_torchrun := torchrun_error(1)) is not None:
+        if not read_or_default().ranks and (by_torchrun := find_torchrun_error(1)) is not None:
             raise by_torchrun from error
         launcher = launched_by()
         if launcher is not None:
@@ -423,12 +433,12 @@ def default_parent() -> Any:
             "For more: pip install mpich",
             stacklevel=3,
         )
-        comm = alone()
+        comm = make_single_rank_comm()
         _default_world.set(comm)
         return comm
 
 
-def refuse_children() -> None:
+def check_not_child() -> None:
     """Refuse a process that multiprocessing, or a rank, has started: it is no rank itself.
 
     A program that a rank has started runs alone, on one rank, with ``MPISTRAT_RANKS=1``, and if the
@@ -438,11 +448,11 @@ def refuse_children() -> None:
       StrategyError: It is one.
     """
     if _is_child():
-        raise StrategyError(_refusal())
+        raise StrategyError(_child_error_text())
     parent = parent_rank()
     if parent is None:
         return
-    if "mpi4py.MPI" not in sys.modules and 1 in (patience().ranks, job_size()):
+    if "mpi4py.MPI" not in sys.modules and 1 in (read_or_default().ranks, job_size()):
         forget_launcher()
         return
     raise StrategyError(
@@ -455,7 +465,7 @@ def refuse_children() -> None:
     )
 
 
-def torchrun_error(size: int) -> PreflightError | None:
+def find_torchrun_error(size: int) -> PreflightError | None:
     """Return the error of a process that torchrun has started as one of more, or fewer, than MPI.
 
     Args:
@@ -489,7 +499,7 @@ def _is_child() -> bool:
     return bool(getattr(multiprocessing.current_process(), "_inheriting", False))
 
 
-def _refusal() -> str:
+def _child_error_text() -> str:
     import multiprocessing
 
     name = multiprocessing.current_process().name
@@ -511,11 +521,11 @@ def _refusal() -> str:
     # first, as the pool takes its workers with it.
     message = f"{message} A pool would start workers forever, so its process is interrupted."
     print(f"mpistrat: {message}", file=sys.stderr, flush=True)
-    _interrupt(_pool(name))
+    _interrupt_pool(_find_pool(name))
     return message
 
 
-def _pool(name: str) -> int:
+def _find_pool(name: str) -> int:
     """Return the process whose pool this worker is of: a fork server starts workers for others."""
     parent = os.getppid()
     if not name.startswith("ForkServer"):
@@ -523,22 +533,22 @@ def _pool(name: str) -> int:
     return int(Path(f"/proc/{parent}/stat").read_bytes().rpartition(b")")[2].split()[1])
 
 
-def _interrupt(pool: int) -> None:
+def _interrupt_pool(pool: int) -> None:
     import socket
 
     # Once, whatever the number of workers: a second signal would disturb the pool's own end. The
     # name goes with the process that has it, and this one waits to be ended by the pool.
-    with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as name:
-        name.bind(f"\0mpistrat interrupts {pool}")
-        # What a shell starts in the background does not hear Ctrl-C, nor do its children.
-        deaf = signal.getsignal(signal.SIGINT) == signal.SIG_IGN
-        os.kill(pool, signal.SIGTERM if deaf else signal.SIGINT)
-        time.sleep(_ENDING)
+    with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as lock_socket:
+        lock_socket.bind(f"\0mpistrat interrupts {pool}")
+        # Processes that a shell starts in the background ignore Ctrl-C, and so do their children.
+        ignores_interrupt = signal.getsignal(signal.SIGINT) == signal.SIG_IGN
+        os.kill(pool, signal.SIGTERM if ignores_interrupt else signal.SIGINT)
+        time.sleep(_POOL_END_SECONDS)
         # A library may have made SIGINT such that it interrupts no wait (polars 2.1 does).
         os.kill(pool, signal.SIGTERM)
 
 
-def size_of_job() -> int:
+def known_job_size() -> int:
     """Return the number of ranks of this job as far as it is known without starting MPI.
 
     It is that of the default group, or of a larger one that a strategy was made over: ranks that
@@ -547,5 +557,5 @@ def size_of_job() -> int:
     default_world = _default_world.get()
     if default_world is not None:
         return default_world.size
-    known_size = int(library().COMM_WORLD.size) if initialized() else job_size() or 1
-    return max(known_size, Session.largest())
+    known_size = int(library().COMM_WORLD.size) if is_mpi_running() else job_size() or 1
+    return max(known_size, Session.find_largest_size())

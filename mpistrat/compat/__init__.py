@@ -15,6 +15,6 @@ and `v1` only; begin with `tf`, whose tables say where each name is from.
 - `absent`: the errors of names that are missing or refused.
 """
 
-from mpistrat.names import bound as _bound
+from mpistrat.names import bind_public_names as _bound
 
 __all__, __getattr__, __dir__ = _bound(__name__, __file__)

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from mpistrat.arrays import sizes, whole_number
+from mpistrat.arrays import as_shape, check_int
 from mpistrat.compat.tf_tensors import (
     as_dtype,
     as_tuple,
@@ -61,7 +61,7 @@ def fill(dims: Any, value: Any) -> Any:
       >>> fill([2], 7.0)
       array([7., 7.], dtype=float32)
     """
-    return np.full(sizes("fill", dims), constant(value))
+    return np.full(as_shape("fill", dims), constant(value))
 
 
 def range(start: Any, limit: Any = None, delta: Any = 1, dtype: Any = None) -> Any:
@@ -92,7 +92,7 @@ def range(start: Any, limit: Any = None, delta: Any = 1, dtype: Any = None) -> A
 
 def reshape(tensor: Any, shape: Any) -> Any:
     """Return `tensor` as an array of another `shape`, or of one axis for -1."""
-    return convert_to_tensor(tensor).reshape(sizes("reshape", shape))
+    return convert_to_tensor(tensor).reshape(as_shape("reshape", shape))
 
 
 def check_given(value_name: str, value: Any) -> Any:
@@ -214,7 +214,7 @@ def one_hot(
     on_tensor, off_tensor = (
         convert_operands(values) if dtype is None else [constant(value, dtype) for value in values]
     )
-    classes = np.arange(whole_number("one_hot: depth", depth, 0))
+    classes = np.arange(check_int("one_hot: depth", depth, 0))
     encoded = np.where(
         _convert_indices("one_hot", indices)[..., None] == classes, on_tensor, off_tensor
     )

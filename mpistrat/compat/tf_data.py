@@ -9,7 +9,7 @@ from typing import Any, final
 import numpy as np
 
 from mpistrat import pytree
-from mpistrat.arrays import function, whole, whole_number
+from mpistrat.arrays import as_int, check_callable, check_int
 from mpistrat.compat import tf_elements as _elements
 from mpistrat.compat.absent import Advised as _Advised
 from mpistrat.compat.absent import Namespace as _Namespace
@@ -310,25 +310,27 @@ class Dataset(dataset.Dataset, metaclass=_Advised):
     @_takes_name
     def enumerate(self, start: int = 0) -> Any:
         """Return a dataset of pairs: the number of an element, from `start`, and the element."""
-        first = whole_number("enumerate(start)", start, -(2**63))
+        first = check_int("enumerate(start)", start, -(2**63))
         numbers = Dataset.range(first, first + _elements.count_elements(self, "enumerate"))
         return Dataset.zip(numbers, self)
 
     @_takes_name
     def filter(self, predicate: Callable[..., Any]) -> Any:
         """Return a dataset of the elements for which `predicate` is true."""
-        return _elements.select_elements(self, function("filter(predicate)", predicate), "filter")
+        return _elements.select_elements(
+            self, check_callable("filter(predicate)", predicate), "filter"
+        )
 
     @_takes_name
     def flat_map(self, map_func: Callable[..., Any]) -> Any:
         """Return the elements of the datasets that `map_func` makes of the elements, in a row."""
-        return _elements.flat_map_dataset(self, function("flat_map(map_func)", map_func))
+        return _elements.flat_map_dataset(self, check_callable("flat_map(map_func)", map_func))
 
     @_takes_name
     def take_while(self, predicate: Callable[..., Any]) -> Any:
         """Return the elements before the first for which `predicate` is not true."""
         return _elements.select_elements(
-            self, function("take_while(predicate)", predicate), "take_while"
+            self, check_callable("take_while(predicate)", predicate), "take_while"
         )
 
     @_takes_name
@@ -342,7 +344,7 @@ class Dataset(dataset.Dataset, metaclass=_Advised):
         Raises:
           TypeError: That is not a dataset.
         """
-        transformed = function("apply(transformation_func)", transformation_func)(self)
+        transformed = check_callable("apply(transformation_func)", transformation_func)(self)
         if not isinstance(transformed, dataset.Dataset):
             raise TypeError(
                 f"Dataset.apply wants a function that returns a dataset; got {transformed!r:.60}."
@@ -404,7 +406,7 @@ class Dataset(dataset.Dataset, metaclass=_Advised):
           DataError: It is less than 1, and not UNKNOWN_CARDINALITY.
         """
         has_buffer_size = buffer_size != UNKNOWN_CARDINALITY
-        if has_buffer_size and whole_number("shuffle(buffer_size)", buffer_size, 1) == 1:
+        if has_buffer_size and check_int("shuffle(buffer_size)", buffer_size, 1) == 1:
             return self
         return super().shuffle(seed=seed, reshuffle_each_iteration=reshuffle_each_iteration)
 
@@ -487,7 +489,7 @@ class Dataset(dataset.Dataset, metaclass=_Advised):
 
 
 def _is_negative(count: Any) -> bool:
-    number = whole(count)
+    number = as_int(count)
     return number is not None and number < 0
 
 

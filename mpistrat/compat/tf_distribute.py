@@ -1,6 +1,6 @@
 """``tf.distribute`` as programs that import `mpistrat.compat.tf` see it."""
 
 from mpistrat.compat.absent import make_getattr as _make_getattr
-from mpistrat.names import bound as _bound
+from mpistrat.names import bind_public_names as _bound
 
 __all__, __getattr__, __dir__ = _bound(__name__, __file__, _make_getattr("tf.distribute"))

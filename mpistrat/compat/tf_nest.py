@@ -13,7 +13,7 @@ from operator import itemgetter
 from typing import Any
 
 from mpistrat import pytree
-from mpistrat.arrays import function
+from mpistrat.arrays import check_callable
 from mpistrat.compat.absent import make_getattr as _make_getattr
 from mpistrat.errors import StructureError
 
@@ -29,7 +29,7 @@ def is_nested(structure: Any) -> bool:
       >>> is_nested([]), is_nested("text")
       (True, False)
     """
-    return not pytree.is_lone(pytree.flatten(structure)[1])
+    return not pytree.is_single_leaf(pytree.flatten(structure)[1])
 
 
 def flatten(structure: Any, expand_composites: bool = False) -> list[Any]:
@@ -130,7 +130,7 @@ def map_structure(
     """
     if not structure:
         raise ValueError("map_structure wants one tree or several after the function; got none.")
-    function("map_structure(func)", func)
+    check_callable("map_structure(func)", func)
     if len(structure) == 1:
         return pytree.map(func, structure[0])
     for other in structure[1:]:

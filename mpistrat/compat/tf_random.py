@@ -13,7 +13,7 @@ from typing import Any, final
 
 import numpy as np
 
-from mpistrat.arrays import whole_number
+from mpistrat.arrays import check_int
 from mpistrat.compat.absent import Advised as _Advised
 from mpistrat.compat.absent import make_getattr as _make_getattr
 from mpistrat.compat.tf_arrays import check_given
@@ -152,7 +152,7 @@ _sequences = _Sequences()
 
 def _convert_seed(seed: Any) -> int:
     """Return a seed as NumPy takes it: a negative one is a large one, as in TensorFlow."""
-    return whole_number("seed", seed, -(2**63), ValueError) % 2**64
+    return check_int("seed", seed, -(2**63), ValueError) % 2**64
 
 
 def _make_common(seed: int) -> Generator:

@@ -18,7 +18,7 @@ from typing import Any, NoReturn, TypeVar, final
 import numpy as np
 
 from mpistrat import arrays
-from mpistrat.arrays import sizes
+from mpistrat.arrays import as_shape
 from mpistrat.compat.absent import Advised
 from mpistrat.data.sources import Spec
 from mpistrat.errors import LeafTypeError, RefusedError, StructureError
@@ -141,7 +141,7 @@ class TensorSpec(metaclass=Advised):
 
     def __init__(self, shape: Any, dtype: Any = "float32", name: Any = None):
         """Create it; an integer is a shape of one size."""
-        self.shape = None if shape is None else arrays.sizes("TensorSpec", shape)
+        self.shape = None if shape is None else arrays.as_shape("TensorSpec", shape)
         self.dtype = as_dtype(dtype, "TensorSpec")
         self.name = name
 
@@ -334,7 +334,7 @@ def check_shape(call_name: str, tensor: Any, shape: Any) -> Any:
     Raises:
       ValueError: It has another shape.
     """
-    expected_shape = tensor.shape if shape is None else arrays.sizes(call_name, shape)
+    expected_shape = tensor.shape if shape is None else arrays.as_shape(call_name, shape)
     has_rank = len(expected_shape) == tensor.ndim
     if not has_rank or any(
         w not in (None, s) for w, s in zip(expected_shape, tensor.shape, strict=True)
@@ -416,7 +416,7 @@ def _check_arguments(validate_shape: bool, constraint: Any, shape: Any) -> tuple
             "Variable(constraint=) is refused: no optimizer of this library would apply it. After "
             "each step write variable.assign(constraint(variable))."
         )
-    required_shape = None if shape is None else sizes("Variable", shape)
+    required_shape = None if shape is None else as_shape("Variable", shape)
     if required_shape is not None and any(size is None for size in required_shape):
         raise RefusedError(
             f"Variable(shape={required_shape}) is refused: the shape of a variable does not "

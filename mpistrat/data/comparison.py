@@ -23,8 +23,8 @@ import numpy as np
 from xxhash import xxh3_128_digest
 
 from mpistrat import pytree
-from mpistrat.arrays import Array, bits, digest, is_bfloat16
-from mpistrat.comm.callsite import few, grouped, ranks_text
+from mpistrat.arrays import Array, as_bytes, digest, is_bfloat16
+from mpistrat.comm.callsite import group_by_key, ranks_text, shorten
 from mpistrat.errors import LockstepError
 from mpistrat.lockstep.ending import aborting
 from mpistrat.lockstep.guards import warn
@@ -104,7 +104,7 @@ def compare_rows(lockstep: Lockstep, name: str, call: str, sample: Sequence[Arra
         for difference in reversed(_Difference)
         if difference and difference in ranks_by_difference
     ]
-    lines = "\n  ".join(few(groups))
+    lines = "\n  ".join(shorten(groups))
     start = f"{name}: the ranks hold {_HELD_TEXTS[worst][0]} ({lockstep.rank_text})"
     text = f"{start}. Compared with rank {lockstep.ranks[0]}, they hold\n  {lines}.\n  "
     if worst is _Difference.LAST_BITS:
@@ -185,7 +185,7 @@ def _is_rounding(a: Array, b: Array) -> bool:
 
 def _sort_rows(leaves: Sequence[Array]) -> list[bytes]:
     """Return the rows of all leaves together as bytes, sorted."""
-    return sorted(map(bytes, np.hstack([bits(leaf).reshape(len(leaf), -1) for leaf in leaves])))
+    return sorted(map(bytes, np.hstack([as_bytes(leaf).reshape(len(leaf), -1) for leaf in leaves])))
 
 
 SIGNATURE_NBYTES = 8  # bytes of a digest
@@ -202,7 +202,7 @@ def _describe_elements(structure: pytree.Structure, *dtypes: np.dtype[Any]) -> t
     leaves_text = ", ".join(f"{p} {name}".strip() for p, name in zip(paths, names, strict=True))
     text = (
         leaves_text
-        if pytree.is_lone(structure)
+        if pytree.is_single_leaf(structure)
         else f"{pytree.describe(structure)} of {leaves_text}"
     )
     encoded_text = text.encode(errors="surrogatepass")
@@ -285,8 +285,8 @@ def fail_with_groups(
     Raises:
       LockstepError: Always.
     """
-    groups = grouped(texts, lockstep.ranks)
-    group_texts = few(
+    groups = group_by_key(texts, lockstep.ranks)
+    group_texts = shorten(
         [f"{ranks_text(group_ranks)}: {text}" for text, group_ranks in groups.items() if text]
     )
     lines = "\n  ".join((f"{subject} ({lockstep.rank_text}).", *group_texts, advice))

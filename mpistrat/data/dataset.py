@@ -14,7 +14,7 @@ from typing import Any, ClassVar, SupportsIndex
 import numpy as np
 
 from mpistrat import pytree
-from mpistrat.arrays import function, truth, whole_number
+from mpistrat.arrays import check_bool, check_callable, check_int
 from mpistrat.data.csv_files import read_csv
 from mpistrat.data.iterators import DatasetIterator, prefetch_elements
 from mpistrat.data.pieces import LazyBatch
@@ -185,7 +185,7 @@ class Dataset:
           >>> [batch.tolist() for batch in dataset]
           [[0, 1], [2, 3], [4]]
         """
-        files = Files(tuple(map(os.fspath, paths)), function("from_files(read)", read))
+        files = Files(tuple(map(os.fspath, paths)), check_callable("from_files(read)", read))
         return object.__new__(Dataset)._initialize(Batches(files))
 
     @staticmethod
@@ -240,7 +240,7 @@ class Dataset:
           >>> [batch.tolist() for batch in Dataset.range(5).batch(2)]
           [[0, 1], [2, 3], [4]]
         """
-        bounds = [whole_number("each argument of range", argument, -(2**63)) for argument in args]
+        bounds = [check_int("each argument of range", argument, -(2**63)) for argument in args]
         return Dataset(np.array(range(*bounds), np.int64))
 
     def shuffle(
@@ -300,8 +300,8 @@ class Dataset:
           >>> [batch.tolist() for batch in Dataset.range(5).batch(2, drop_remainder=True)]
           [[0, 1], [2, 3]]
         """
-        should_drop = truth("batch(drop_remainder)", drop_remainder)
-        step = Batch(whole_number("batch(batch_size)", batch_size, 1), should_drop)
+        should_drop = check_bool("batch(drop_remainder)", drop_remainder)
+        step = Batch(check_int("batch(batch_size)", batch_size, 1), should_drop)
         if isinstance(self._pipeline, Examples):
             return self._replace_pipeline(Batches((self._pipeline, step)))
         return self._add_step(step)
@@ -332,10 +332,10 @@ class Dataset:
           >>> next(iter(ragged.padded_batch(3, [3]))).tolist()
           [[1, 0, 0], [2, 2, 0], [3, 3, 3]]
         """
-        size = whole_number("padded_batch(batch_size)", batch_size, 1)
+        size = check_int("padded_batch(batch_size)", batch_size, 1)
         if not isinstance(self._pipeline, Examples):
             raise DataError("padded_batch joins examples; the elements of this one are batches.")
-        should_drop = truth("padded_batch(drop_remainder)", drop_remainder)
+        should_drop = check_bool("padded_batch(drop_remainder)", drop_remainder)
         step = PaddedBatch(size, padded_shapes, padding_values, should_drop)
         return self._replace_pipeline(Batches((self._pipeline, step)))
 
@@ -356,12 +356,12 @@ class Dataset:
         """
         has_several_sizes = isinstance(batch_size, list | tuple) or np.ndim(batch_size) == 1
         size_list: Any = batch_size if has_several_sizes else (batch_size,)
-        sizes = tuple(whole_number("rebatch(batch_size)", size, 1) for size in size_list)
+        sizes = tuple(check_int("rebatch(batch_size)", size, 1) for size in size_list)
         if not sizes:
             raise DataError("rebatch(batch_size) must have at least one size, got an empty list.")
         if not self.batched:
             raise DataError("rebatch takes batches apart, and these are examples; call batch.")
-        return self._add_step(Rebatch(sizes, truth("rebatch(drop_remainder)", drop_remainder)))
+        return self._add_step(Rebatch(sizes, check_bool("rebatch(drop_remainder)", drop_remainder)))
 
     def repeat(self, count: int | None = None) -> Dataset:
         """Return a dataset of `count` epochs in a row, each shuffled again.
@@ -382,7 +382,7 @@ class Dataset:
           True
         """
         if count is not None:
-            count = whole_number("repeat(count), where -1 is no end,", count, -1)
+            count = check_int("repeat(count), where -1 is no end,", count, -1)
         return self._add_step(Repeat(None if count == -1 else count))
 
     def map(self, fn: Callable[..., Any], rowwise: bool = False) -> Dataset:
@@ -415,9 +415,9 @@ class Dataset:
           >>> [x.tolist() for x in Dataset.range(3).map(lambda i: i * 10).batch(2).map(np.negative)]
           [[0, -10], [-20]]
         """
-        function("map(fn)", fn)
+        check_callable("map(fn)", fn)
         if isinstance(self._pipeline, Batches):
-            return self._add_step(Map(fn, truth("map(rowwise)", rowwise)))
+            return self._add_step(Map(fn, check_bool("map(rowwise)", rowwise)))
         if rowwise:
             raise DataError("map before batch gets one example anyway; leave rowwise=True out.")
         return self._replace_pipeline(self._pipeline.add_map(fn))
@@ -454,7 +454,7 @@ class Dataset:
           >>> odd.cardinality(), [batch.tolist() for batch in odd.batch(3)]
           (5, [[1, 3, 5], [7, 9]])
         """
-        function("filter(predicate)", predicate)
+        check_callable("filter(predicate)", predicate)
         return self._replace_pipeline(self._pipeline.add_filter(predicate))
 
     def prefetch(self, buffer_size: int) -> Dataset:
@@ -464,7 +464,7 @@ class Dataset:
         counts, and 0 disables it. The thread ends with the iteration, finished or not.
         """
         new = self._replace_pipeline(self._pipeline)
-        new._prefetch_depth = whole_number("prefetch(buffer_size)", buffer_size, 0)
+        new._prefetch_depth = check_int("prefetch(buffer_size)", buffer_size, 0)
         return new
 
     def take(self, count: int) -> Dataset:
@@ -474,7 +474,7 @@ class Dataset:
           >>> [batch.tolist() for batch in Dataset.range(9).batch(2).take(2)]
           [[0, 1], [2, 3]]
         """
-        return self._add_step(Stride(0, whole_number("take(count)", count, 0)))
+        return self._add_step(Stride(0, check_int("take(count)", count, 0)))
 
     def skip(self, count: int) -> Dataset:
         """Return a dataset without the first `count` elements.
@@ -483,7 +483,7 @@ class Dataset:
           >>> [batch.tolist() for batch in Dataset.range(5).skip(2).batch(2)]
           [[2, 3], [4]]
         """
-        return self._add_step(Stride(whole_number("skip(count)", count, 0)))
+        return self._add_step(Stride(check_int("skip(count)", count, 0)))
 
     def shard(self, num_shards: int, index: int) -> Dataset:
         """Return a dataset of every `num_shards`-th element, from number `index`; no other is read.
@@ -498,8 +498,8 @@ class Dataset:
           >>> [batch.tolist() for batch in Dataset.range(7).shard(3, 0).batch(2)]
           [[0, 3], [6]]
         """
-        count = whole_number("shard(num_shards)", num_shards, 1)
-        index = whole_number("shard(index)", index, 0)
+        count = check_int("shard(num_shards)", num_shards, 1)
+        index = check_int("shard(index)", index, 0)
         if index >= count:
             raise DataError(f"shard({count}, {index}): shards are numbered 0 to {count - 1}.")
         return self._add_step(Stride(index, step=count))
@@ -540,7 +540,9 @@ class Dataset:
           >>> int(Dataset.range(5).reduce(0, lambda total, x: total + x))
           10
         """
-        return functools.reduce(function("reduce(reduce_func)", reduce_func), self, initial_state)
+        return functools.reduce(
+            check_callable("reduce(reduce_func)", reduce_func), self, initial_state
+        )
 
     @property
     def batched(self) -> bool:
@@ -622,7 +624,7 @@ class Dataset:
           TypeError: It is not an integer.
           DataError: It is below -1.
         """
-        self._epoch = whole_number("begin_after(epoch)", epoch, -1) + 1
+        self._epoch = check_int("begin_after(epoch)", epoch, -1) + 1
         self._position = None
 
     def checkpoint_state(self) -> dict[str, Any]:
@@ -683,8 +685,8 @@ class Dataset:
             raise DataError(
                 f"This dataset needs {self._seed_count} seeds, {len(seeds)} were given."
             )
-        path = (whole_number("the epoch", epoch, 0),)
-        checked_seeds = tuple(whole_number("each of the seeds", seed, 0) for seed in seeds)
+        path = (check_int("the epoch", epoch, 0),)
+        checked_seeds = tuple(check_int("each of the seeds", seed, 0) for seed in seeds)
         return self._pipeline.iterate_batches(checked_seeds, path)
 
     def __repr__(self) -> str:

@@ -153,7 +153,7 @@ class DistributedDataset:
         self._origin = sharding.dataset if origin is None else origin
         self._input_gate = input_gate
         self._ends_with_first = ends_with_first
-        dataset_counter = input_gate.lockstep.session.kept(_DatasetCounter)
+        dataset_counter = input_gate.lockstep.session.get_instance(_DatasetCounter)
         self._name = f"dataset no. {dataset_counter.distributed + 1}"
         with input_gate.lockstep.validating_collectively(f"distribute {self._name}"):
             description, sample = sharding.describe(), sharding.sample_rows()
@@ -503,7 +503,7 @@ class DistributedIterator(ElementIterator):
         call = f"an element of {self._name}"
         with lockstep.validating_collectively(call):
             kind_mark, encoded_element = encode(
-                self._signature.make_empty_element() if has_element else None, whole=True
+                self._signature.make_empty_element() if has_element else None, is_unlimited=True
             )
         texts = lockstep.gather_payloads(call, kind_mark + encoded_element)
         with lockstep.validating_collectively(call):

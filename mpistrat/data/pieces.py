@@ -168,7 +168,7 @@ def stack_elements(elements: Sequence[Any]) -> Any:
       DataError: They differ.
     """
     columns, structure = collect_columns(elements, "Elements of one batch", "element")
-    for column, path in zip(columns, pytree.paths(elements[0]), strict=True):
+    for column, path in zip(columns, pytree.leaf_paths(elements[0]), strict=True):
         shapes = sorted({array.shape for array in column})
         if len(shapes) > 1:
             leaf_text = f"leaf {path!r} has" if path else "there are"

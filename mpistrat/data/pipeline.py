@@ -16,7 +16,7 @@ from typing import Any, final
 
 import numpy as np
 
-from mpistrat.arrays import Array, is_buffer, kind_of
+from mpistrat.arrays import Array, find_array_kind, is_buffer
 from mpistrat.data.filtered import BatchFilter, RowFilter, RowSelection
 from mpistrat.data.pieces import (
     ExampleReader,
@@ -283,7 +283,7 @@ def make_pipeline(source: Any) -> Examples | Batches:
       DataError: The arrays do not fit together.
       TypeError: It is not a source.
     """
-    array_kind = None if is_array(source) else kind_of(source)
+    array_kind = None if is_array(source) else find_array_kind(source)
     row_array = None if array_kind is None else array_kind.rows_of(source)
     source = source if row_array is None else row_array
     if is_array(source) or isinstance(source, (Mapping, tuple)) or is_buffer(source):

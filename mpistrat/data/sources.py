@@ -199,7 +199,9 @@ class ArrayTree:
     def __init__(self, tree: Any, subject: str):
         """Create the columns of all leaves; nothing is read."""
         leaves, self.structure = pytree.flatten(tree)
-        names = [f"{subject}: leaf {path!r}" if path else subject for path in pytree.paths(tree)]
+        names = [
+            f"{subject}: leaf {path!r}" if path else subject for path in pytree.leaf_paths(tree)
+        ]
         if not leaves:
             raise DataError(f"{subject} holds no array.")
         self.columns = [Column(*pair) for pair in zip(leaves, names, strict=True)]
@@ -207,7 +209,7 @@ class ArrayTree:
         if any(column.shape[0] != self.row_count for column in self.columns):
             sizes = ", ".join(
                 f"{path!r} has {column.shape[0]}"
-                for path, column in zip(pytree.paths(tree), self.columns, strict=True)
+                for path, column in zip(pytree.leaf_paths(tree), self.columns, strict=True)
             )
             raise DataError(
                 f"{subject}: the leaves must have the same number of rows, but {sizes}."

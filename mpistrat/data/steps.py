@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, TypeAlias, final
 import numpy as np
 
 from mpistrat import pytree
-from mpistrat.arrays import Array, sizes, truth, whole_number
+from mpistrat.arrays import Array, as_shape, check_bool, check_int
 from mpistrat.data.pieces import (
     ExampleBatch,
     ExampleReader,
@@ -166,7 +166,7 @@ def make_shuffle(
       DataError: There is no end, or it is not known.
       RefusedError: One order is asked for, and there is no seed.
     """
-    seed = None if seed is None else whole_number("shuffle(seed)", seed, 0)
+    seed = None if seed is None else check_int("shuffle(seed)", seed, 0)
     if element_count == INFINITE:
         raise DataError("An endless dataset has no permutation; call shuffle before repeat().")
     if element_count == UNKNOWN:
@@ -174,7 +174,7 @@ def make_shuffle(
             "The number of these batches is not known before they are read, so they cannot be "
             "permuted; shuffle where they are made, or pass them as a list."
         )
-    if reshuffles_each_epoch is None or truth(
+    if reshuffles_each_epoch is None or check_bool(
         "shuffle(reshuffle_each_iteration)", reshuffles_each_epoch
     ):
         return Shuffle(seed, slot)
@@ -388,7 +388,7 @@ class JoinedBatch(LazyBatch):
 
 def _concatenate_batches(batches: Sequence[Any]) -> Any:
     columns, structure = collect_columns(batches, "Batches that are joined", "batch")
-    for column, path in zip(columns, pytree.paths(batches[0]), strict=True):
+    for column, path in zip(columns, pytree.leaf_paths(batches[0]), strict=True):
         shapes = sorted({array.shape[1:] for array in column})
         if len(shapes) > 1:
             leaf_text = f"those of leaf {path!r}" if path else "these"
@@ -523,7 +523,7 @@ class PaddedBatch:
         """
         padded_shapes = None
         if self.shapes is not None:
-            padded_shapes = pytree.up_to(structure, self.shapes, "padded_shapes")
+            padded_shapes = pytree.flatten_up_to(structure, self.shapes, "padded_shapes")
         shapes = []
         for i, longest_sizes in enumerate(longest):
             padded_shape = padded_shapes and padded_shapes[i]
@@ -531,7 +531,7 @@ class PaddedBatch:
             shape = (
                 shape
                 if padded_shape is None
-                else sizes("padded_batch(padded_shapes)", padded_shape)
+                else as_shape("padded_batch(padded_shapes)", padded_shape)
             )
             if len(shape) != len(longest_sizes):
                 raise DataError(
@@ -557,7 +557,7 @@ class PaddedBatch:
         count = structure.num_leaves
         if self.values is None or np.isscalar(self.values):
             return [self.values] * count
-        return pytree.up_to(structure, self.values, "padding_values")
+        return pytree.flatten_up_to(structure, self.values, "padding_values")
 
 
 @final

@@ -10,6 +10,6 @@ same program exists and raises `RefusedError`.
 """
 
 from mpistrat.compat.absent import make_getattr as _make_getattr
-from mpistrat.names import bound as _bound
+from mpistrat.names import bind_public_names as _bound
 
 __all__, __getattr__, __dir__ = _bound(__name__, __file__, _make_getattr("mpistrat.experimental"))

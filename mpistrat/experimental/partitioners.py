@@ -13,7 +13,7 @@ from typing import final
 
 from numpy.typing import DTypeLike
 
-from mpistrat.arrays import as_dtype, whole_number
+from mpistrat.arrays import as_dtype, check_int
 from mpistrat.compat.absent import make_getattr as _make_getattr
 from mpistrat.errors import AxisError
 
@@ -155,7 +155,7 @@ class MaxSizePartitioner(Partitioner):
 
 def _check_positive(**arguments: int) -> int:
     ((name, value),) = arguments.items()
-    return whole_number(f"Argument `{name}` must be positive: it", value, 1, ValueError)
+    return check_int(f"Argument `{name}` must be positive: it", value, 1, ValueError)
 
 
 def _element_nbytes(dtype: DTypeLike, text_nbytes: int) -> int:

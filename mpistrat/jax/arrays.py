@@ -17,7 +17,7 @@ __all__ = [
     "LINE",
     "as_array",
     "as_buffer",
-    "as_given",
+    "convert_like",
     "is_key",
     "parts_of",
     "place_results",
@@ -66,7 +66,7 @@ def as_array(value: Any, path: str = "") -> Array:
         ) from error
 
 
-def as_given(result: Array, like: Any) -> Any:
+def convert_like(result: Array, like: Any) -> Any:
     """Return a JAX array with the memory of `result`, which nobody may write to any more.
 
     Args:

@@ -8,9 +8,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from mpistrat.arrays import as_array, label, whole
+from mpistrat.arrays import as_array, as_int, label
 from mpistrat.collectives.dtypes import check_integer, choose_wire_type
-from mpistrat.comm.callsite import where
+from mpistrat.comm.callsite import find_call_site
 from mpistrat.errors import AxisError, LeafTypeError, StructureError
 from mpistrat.jax.arrays import is_key, place_results
 from mpistrat.jax.traced import TracedCall, TracedGroup, bind, find_group
@@ -82,7 +82,7 @@ def all_reduce(
             has_traced_weight=not has_constant_weight,
             has_shared_loss=shared_loss,
             names=names,
-            call_site=where(),
+            call_site=find_call_site(),
         )
         operands = leaves if has_constant_weight else [_as_weight(weight), *leaves]
     if not leaves:
@@ -120,7 +120,7 @@ def all_gather(value: Any, axis: int, *, shared_loss: bool = False) -> Any:
     """
     group = find_group("all_gather")
     with group.lockstep.validating_collectively("all_gather"):
-        checked_axis = whole(axis)
+        checked_axis = as_int(axis)
         if checked_axis is None:
             raise TypeError(f"all_gather: axis must be an integer, not {axis!r:.60}.")
         axis = checked_axis
@@ -131,7 +131,7 @@ def all_gather(value: Any, axis: int, *, shared_loss: bool = False) -> Any:
             axis=axis,
             has_shared_loss=shared_loss,
             names=names,
-            call_site=where(),
+            call_site=find_call_site(),
         )
     if not leaves:
         return value
@@ -175,7 +175,7 @@ def broadcast(value: Any, *, shared_loss: bool = False) -> Any:
             "broadcast",
             has_shared_loss=shared_loss,
             names=names,
-            call_site=where(),
+            call_site=find_call_site(),
         )
         arrays, restore_keys = _replace_keys(leaves, 0)
     if not leaves:

@@ -34,7 +34,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from mpistrat.arrays import Array, as_array
-from mpistrat.comm.callsite import pass_over, standing_for
+from mpistrat.comm.callsite import add_library_directory, naming_call_site
 from mpistrat.comm.session import Session
 from mpistrat.jax.arrays import place_results
 from mpistrat.kernels.ops import ReduceOp
@@ -59,7 +59,7 @@ __all__ = [
 
 
 # Messages name places in the program, and JAX itself makes the backward pass.
-pass_over(str(Path(jax.__file__).parent / "_src"))
+add_library_directory(str(Path(jax.__file__).parent / "_src"))
 
 # Another strategy cannot use the traces of one strategy, so JAX keeps them apart.
 if hasattr(jax, "make_user_context"):
@@ -108,7 +108,7 @@ class _BorrowedErrors:
 
 def _make_waiter(session: Session) -> Callable[[], None]:
     """Return a function that waits until all computations of this thread have ended."""
-    borrowed, run = session.kept(_BorrowedErrors), session.kept(CallState).run
+    borrowed, run = session.get_instance(_BorrowedErrors), session.get_instance(CallState).run
     run.carrier_types = (jax.errors.JaxRuntimeError,)
 
     def wait() -> None:
@@ -138,8 +138,8 @@ class TracedGroup:
         self.replicas = group
         lockstep = group.lockstep
         self.size, self.rank = lockstep.comm.size, lockstep.comm.rank
-        if lockstep.session.awaited is None:
-            lockstep.session.awaited = _make_waiter(lockstep.session)
+        if lockstep.session.await_borrowers is None:
+            lockstep.session.await_borrowers = _make_waiter(lockstep.session)
 
     def __eq__(self, other: object) -> bool:
         """Return whether `other` is the group of the same strategy."""
@@ -152,12 +152,12 @@ class TracedGroup:
     def call(self, make: Callable[[], None]) -> None:
         """Make a call from whatever thread XLA runs it in. Collective."""
         lockstep = self.replicas.lockstep
-        with lockstep.session.lent():
+        with lockstep.session.allow_thread():
             try:
                 make()
             except BaseException as error:
                 if error is lockstep.state.common_error:
-                    lockstep.session.kept(_BorrowedErrors).pending_error = error
+                    lockstep.session.get_instance(_BorrowedErrors).pending_error = error
                 raise
 
 
@@ -202,7 +202,7 @@ class TracedCall:
 
     def fill_outputs(self, operands: Sequence[Array], outs: Sequence[Array]) -> None:
         """Make the call, and put its results into `outs`. Collective; in any thread of XLA's."""
-        with standing_for(self.call_site):
+        with naming_call_site(self.call_site):
             self.traced_group.call(lambda: self._fill_outputs(operands, outs))
 
     def _fill_outputs(self, operands: Sequence[Array], outs: Sequence[Array]) -> None:

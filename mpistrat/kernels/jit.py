@@ -1,35 +1,34 @@
-"""The only module that imports Numba, at the first call of a kernel.
+"""Kernels: functions that Numba compiles at their first call, each with a NumPy reference.
 
-A kernel is a module-level function under `kernel`, with a NumPy twin that does the same work::
+This is the only module that imports Numba, at the first call of a kernel. A kernel is a
+module-level function under `kernel`; its reference does the same work::
 
-    @helper                                  # a part of kernels; no twin, no use of its own
+    @helper                      # a part of kernels; no reference, no use of its own
     def _square(x): return x * x
 
-    def _squares_twin(values, out): out[...] = values * values
+    def _squares_reference(values, out): out[...] = values * values
 
-    @kernel(_squares_twin)
+    @kernel(_squares_reference)
     def squares(values, out):
         for i in range(values.size):
             out[i] = _square(values[i])      # kernels and helpers call each other by name
 
-The first call in a process decides for all kernels: compiled, or twins everywhere if Numba is not
-wanted (`mpistrat.config`) or cannot be imported. `compiling` tells which; ranks that must agree
-on the bits of a result have to agree on it.
+The first call in a process decides for all kernels: compiled, or references everywhere if Numba is
+not wanted (`mpistrat.config`) or cannot be imported. `is_compiling` returns the decision; ranks
+that must agree on the bits of a result have to agree on it.
 
-One rule for who writes one: module level only, as Numba's cache never finds a closure again. A loop
-that is to run with several kernels in it is a `driver`. The cache knows the code of all that a
-kernel names, wherever it stands.
-
-Where compiled kernels are kept between processes, and who compiles them.
+Kernels are written at module level only, as Numba's cache never finds a closure again. A loop that
+is to run with several kernels in it is a `driver`.
 
 Numba keeps machine code beside the source, or in a directory of the user's home, or where
-``NUMBA_CACHE_DIR`` says. What is added here:
+``NUMBA_CACHE_DIR`` says. This module adds:
 
 - Where none of these can be written, code goes to a directory of the node (`node_directory`).
-- Code beside the source is found even where nothing can be written there, as in an installation
-  for all users; ``mpistrat warm`` puts it there.
-- Of the processes of a node one compiles, and the others wait for it, and load what it made.
-- Files are kept apart by signature and by what the kernel is compiled from, and none is fatal.
+- Code beside the source is found even where nothing can be written there, as in an installation for
+  all users; ``mpistrat warm`` puts it there.
+- One process of a node compiles; the others wait for it and load its machine code.
+- Each signature has files of its own, and so has each version of the code, which includes all
+  functions that a kernel names, whatever their file. No damaged file is fatal.
 """
 
 from __future__ import annotations
@@ -51,11 +50,11 @@ from typing import Any, Generic, ParamSpec, TypeVar, final
 
 from mpistrat import config
 
-_LONGEST = 20.0  # seconds to wait for a process that compiles; then this one does it, too
-_PAUSE = 0.02
+_MAX_WAIT_SECONDS = 20.0  # seconds to wait for a process that compiles; then this one does it, too
+_PAUSE_SECONDS = 0.02
 
 # The locks of this process: one for each kernel that it is compiling.
-held: dict[Path, int] = {}
+_held_locks: dict[Path, int] = {}
 
 
 def node_directory() -> Path | None:
@@ -72,13 +71,13 @@ def node_directory() -> Path | None:
         status = path.lstat()
     except OSError:
         return None
-    safe = (
+    is_private = (
         stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid() and not status.st_mode & 0o77
     )
-    return path if safe and os.access(path, os.W_OK) else None
+    return path if is_private and os.access(path, os.W_OK) else None
 
 
-def cached(compiler: Callable[[bool], Any], config: Any) -> Any:
+def compile_cached(compiler: Callable[[bool], Any], config: Any) -> Any:
     """Return a function of Numba with a place on disk, if there is one at all.
 
     Args:
@@ -102,18 +101,18 @@ def cached(compiler: Callable[[bool], Any], config: Any) -> Any:
         config.CACHE_DIR = configured_directory
 
 
-def attach(cache: Any, source: str, code: list[str], config: Any) -> None:
+def attach_cache_files(cache: Any, source_path: str, code: list[str], config: Any) -> None:
     """Put `_CacheFiles` in place of the files of a function.
 
     Args:
       cache: Numba's cache of the function; None, and others without files, are left alone.
-      source: The file that the function is from.
-      code: What it is compiled from.
+      source_path: The file that the function is from.
+      code: The code of all functions that it is compiled from.
       config: Numba's own settings; a directory that they name is the only one.
     """
     if hasattr(cache, "_cache_file"):
         source_cache = (
-            cache.cache_path if config.CACHE_DIR else f"{Path(source).parent}/__pycache__"
+            cache.cache_path if config.CACHE_DIR else f"{Path(source_path).parent}/__pycache__"
         )
         cache._cache_file = _CacheFiles(cache._cache_file, source_cache, code)
 
@@ -124,55 +123,55 @@ class _CacheFiles:
 
     Numba keeps one index per function and numbers the code files. Two ranks that compile different
     signatures at once both take number 1, and afterwards the index of one names the code of the
-    other. With an index per signature they can only write the same thing. What the function is
-    compiled from counts like the signature. A file that is torn, or cannot be read or written,
-    costs a compilation and nothing else.
+    other. With an index per signature they can only write the same thing. The code of the function
+    is part of the key like the signature. A file that is torn, or cannot be read or written, costs
+    a compilation and nothing else.
     """
 
     def __init__(self, cache_files: Any, source_cache: str, code: list[str]):
-        self._whole = cache_files
-        self._beside = source_cache
+        self._numba_files = cache_files
+        self._source_directory = source_cache
         self._code = code
 
-    def _name(self, key: tuple[Any, ...]) -> str:
+    def _file_name(self, key: tuple[Any, ...]) -> str:
         # The key holds types, processor and bytecode; their text is the same in every process.
         digest = hashlib.sha256(repr((key, self._code)).encode()).hexdigest()[:16]
-        return f"{self._whole._index_name.removesuffix('.nbi')}-{digest}"
+        return f"{self._numba_files._index_name.removesuffix('.nbi')}-{digest}"
 
-    def _file(self, key: tuple[Any, ...], place: str | None = None) -> Any:
-        cache_files = self._whole
+    def _files_of(self, key: tuple[Any, ...], directory: str | None = None) -> Any:
+        cache_files = self._numba_files
         return type(cache_files)(
-            place or cache_files._cache_path, self._name(key), cache_files._source_stamp
+            directory or cache_files._cache_path, self._file_name(key), cache_files._source_stamp
         )
 
     def load(self, key: tuple[Any, ...]) -> Any:
         """Return the code, or None if this process has to compile it."""
         compiled_code = self._read(key)
-        if compiled_code is None and _acquire(self._name(key)):
-            compiled_code = self._read(key)  # what another process has made meanwhile
+        if compiled_code is None and _acquire(self._file_name(key)):
+            compiled_code = self._read(key)  # another process may have made it meanwhile
             if compiled_code is not None:
-                _release(self._name(key))
+                _release(self._file_name(key))
         return compiled_code
 
     def _read(self, key: tuple[Any, ...]) -> Any:
-        file = self._file(key)
+        file = self._files_of(key)
         try:
             compiled_code = file.load(key)
         except Exception:  # torn bytes make the reader raise almost anything
             with contextlib.suppress(OSError):
                 file.flush()
             compiled_code = None
-        if compiled_code is None and self._beside != self._whole._cache_path:
+        if compiled_code is None and self._source_directory != self._numba_files._cache_path:
             with contextlib.suppress(Exception):
-                return self._file(key, self._beside).load(key)
+                return self._files_of(key, self._source_directory).load(key)
         return compiled_code
 
-    def save(self, key: tuple[Any, ...], data: Any) -> None:
+    def save(self, key: tuple[Any, ...], compiled_code: object) -> None:
         """Write the code, and let those continue who wait for it."""
         # Disk full, read-only, or a torn index that could not be replaced: the code still runs.
         with contextlib.suppress(Exception):
-            self._file(key).save(key, data)
-        _release(self._name(key))
+            self._files_of(key).save(key, compiled_code)
+        _release(self._file_name(key))
 
     def flush(self) -> None:
         """Do nothing: whoever recompiles overwrites the file of that signature."""
@@ -184,9 +183,9 @@ def _acquire(name: str) -> bool:
     A process that ends gives its locks back, whatever it ends by.
     """
     directory = node_directory()
-    if directory is None or directory / name in held:
+    if directory is None or directory / name in _held_locks:
         return False
-    deadline = time.monotonic() + _LONGEST
+    deadline = time.monotonic() + _MAX_WAIT_SECONDS
     with contextlib.suppress(OSError):
         lock = os.open(directory / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW)
         while True:
@@ -194,25 +193,25 @@ def _acquire(name: str) -> bool:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 if time.monotonic() < deadline:
-                    time.sleep(_PAUSE)
+                    time.sleep(_PAUSE_SECONDS)
                     continue
                 os.close(lock)
                 return False
-            held[directory / name] = lock
+            _held_locks[directory / name] = lock
             return True
     return False
 
 
 def _release(name: str) -> None:
-    for path in [path for path in held if path.name == name]:
+    for path in [path for path in _held_locks if path.name == name]:
         with contextlib.suppress(OSError):
             path.unlink()  # before others get it: one who opens it now finds the code
         with contextlib.suppress(OSError):
-            os.close(held.pop(path))
+            os.close(_held_locks.pop(path))
 
 
-# Division by zero gives infinity or NaN, as in the twins, and does not raise.
-_LIKE_NUMPY = {"nogil": True, "error_model": "numpy"}
+# Division by zero gives infinity or NaN, as in the references, and does not raise.
+_NUMPY_SEMANTICS = {"nogil": True, "error_model": "numpy"}
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -220,39 +219,47 @@ R = TypeVar("R")
 
 @final
 class Kernel(Generic[P, R]):
-    """A function that runs compiled, or as its NumPy twin.
+    """A function that runs compiled, or as its NumPy reference.
 
     Attributes:
-      twin: The NumPy function of the same arguments and the same meaning.
+      reference: The NumPy function of the same arguments and the same meaning.
     """
 
     def __init__(
         self,
         function: Callable[P, R],
-        twin: Callable[P, R] | None = None,
+        reference: Callable[P, R] | None = None,
         compiler: Callable[[Callable[P, R]], Callable[P, R]] | None = None,
     ):
         """Create a kernel; nothing is compiled, and Numba is not imported."""
         self._compiler = compiler or _compile
         functools.update_wrapper(self, function)
-        self._driver = twin is None
-        self.twin: Callable[P, R] = twin or (lambda *args, **kwargs: self.plain()(*args, **kwargs))
+        self._is_driver = reference is None
+        self.reference: Callable[P, R] = reference or (
+            lambda *args, **kwargs: self.resolve_reference()(*args, **kwargs)
+        )
         self._function = function
         self._run: Callable[P, R] = self._first_run
         self._compiled: Callable[P, R] | None = None
         self._lock = threading.Lock()
 
-    def plain(self) -> Callable[P, R]:
-        """Return the twin; that of a driver is its body with the twins of what this names."""
-        if self._driver:
+    def resolve_reference(self) -> Callable[P, R]:
+        """Return the reference; a driver's is its body around the references of its kernels."""
+        if self._is_driver:
             with self._lock:
-                if self._driver:  # and no other thread has made it meanwhile
-                    form = self._function
-                    named = {name: form.__globals__.get(name) for name in form.__code__.co_names}
-                    references = {n: v.plain() for n, v in named.items() if isinstance(v, Kernel)}
-                    self.twin = _renamed(form, references)
-                    self._driver = False
-        return self.twin
+                if self._is_driver:  # and no other thread has made it meanwhile
+                    function = self._function
+                    globals_by_name = {
+                        name: function.__globals__.get(name) for name in function.__code__.co_names
+                    }
+                    references = {
+                        n: v.resolve_reference()
+                        for n, v in globals_by_name.items()
+                        if isinstance(v, Kernel)
+                    }
+                    self.reference = _copy_with_globals(function, references)
+                    self._is_driver = False
+        return self.reference
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Run the form that this process uses."""
@@ -260,7 +267,7 @@ class Kernel(Generic[P, R]):
 
     def _first_run(self, *args: P.args, **kwargs: P.kwargs) -> R:
         # From here on a call costs no decision any more.
-        self._run = self.compiled() if compiling() else self.plain()
+        self._run = self.compiled() if is_compiling() else self.resolve_reference()
         return self._run(*args, **kwargs)
 
     def compiled(self) -> Callable[P, R]:
@@ -280,31 +287,31 @@ class Kernel(Generic[P, R]):
             return self._compiled
 
 
-def kernel(twin: Callable[P, R]) -> Callable[[Callable[P, R]], Kernel[P, R]]:
+def kernel(reference: Callable[P, R]) -> Callable[[Callable[P, R]], Kernel[P, R]]:
     """Make a decorator that turns a module-level function into a kernel.
 
     Args:
-      twin: Does the same in NumPy, with the same arguments: the fallback and the oracle.
+      reference: Does the same in NumPy, with the same arguments: the fallback and the oracle.
 
     Returns:
       A decorator that returns a `Kernel`, to be called like the function.
 
     Example:
       >>> import numpy as np
-      >>> def twin(values):
+      >>> def reference(values):
       ...     return values.sum()
       >>> def loop(values):
       ...     total = 0.0
       ...     for value in values:
       ...         total += value
       ...     return total
-      >>> total = kernel(twin)(loop)
-      >>> float(total.twin(np.ones(3)))
+      >>> total = kernel(reference)(loop)
+      >>> float(total.reference(np.ones(3)))
       3.0
     """
 
     def decorate(function: Callable[P, R]) -> Kernel[P, R]:
-        return Kernel(function, twin)
+        return Kernel(function, reference)
 
     return decorate
 
@@ -312,31 +319,32 @@ def kernel(twin: Callable[P, R]) -> Callable[[Callable[P, R]], Kernel[P, R]]:
 def helper(function: Callable[P, R]) -> Kernel[P, R]:
     """Turn a module-level function into a part that kernels of its module call by name.
 
-    It has no twin of its own, as only compiled kernels reach it: without Numba the twin of the
-    kernel runs in the kernel's place. Python runs the function itself. Its compiled form is for
-    kernels alone: code through which Python could call it would be a quarter of what is compiled.
+    It has no reference of its own, as only compiled kernels reach it: without Numba the reference
+    of the kernel runs in the kernel's place. Python runs the function itself. Its compiled form is
+    for kernels alone: code through which Python could call it would be a quarter of the machine
+    code.
 
     Example:
       >>> def twice(x):
       ...     return x + x
-      >>> helper(twice).twin(4)
+      >>> helper(twice).reference(4)
       8
     """
-    part = Kernel(function, function, _compile_part)
-    part._run = function
-    return part
+    helper_kernel = Kernel(function, function, _compile_part)
+    helper_kernel._run = function
+    return helper_kernel
 
 
 def driver(function: Callable[P, R], **kernels: Kernel[..., Any]) -> Kernel[P, R]:
-    """Turn a module-level loop around kernels into a kernel that needs no twin of its own.
+    """Turn a module-level loop around kernels into a kernel that needs no reference of its own.
 
-    Its twin is its own body, with the twins of all kernels that it names in their place; so what
-    else is in the body has to mean the same in Python. Machine code is kept apart in the cache on
-    disk for each choice of `kernels`.
+    Its reference is its own body, with the references of all kernels that it names in their place;
+    so everything else in the body has to mean the same in Python. Machine code is kept apart in the
+    cache on disk for each choice of `kernels`.
 
     Args:
       function: The loop. It names kernels of its module, and those given here.
-      kernels: What further names in it stand for.
+      kernels: Kernels for further names in it.
 
     Returns:
       A `Kernel`, to be called like the function; a new one for each call.
@@ -344,14 +352,14 @@ def driver(function: Callable[P, R], **kernels: Kernel[..., Any]) -> Kernel[P, R
     Example:
       >>> def loop(x):
       ...     return part(x) + 1
-      >>> driver(loop, part=helper(lambda x: 10 * x)).twin(4)
+      >>> driver(loop, part=helper(lambda x: 10 * x)).reference(4)
       41
     """
-    form = _renamed(function, kernels)
-    return Kernel(form)
+    renamed_function = _copy_with_globals(function, kernels)
+    return Kernel(renamed_function)
 
 
-# What LLVM calls a conversion, of an argument of the one type to the other, as Numba names types.
+# The types of argument and result of each conversion, as Numba names them.
 _CASTS = {
     "float_of_bits": ("uint32", "float32"),
     "bits_of_float": ("float32", "uint32"),
@@ -363,15 +371,16 @@ _CASTS = {
 def cast(function: Callable[[Any], Any]) -> Kernel[[Any], Any]:
     """Turn a function that is named in `_CASTS` into one instruction of the processor in kernels.
 
-    A half travels as its 16 bits: Numba has no such type. LLVM rounds to the nearest, ties to even.
+    A half is passed as its 16 bits: Numba has no such type. LLVM rounds to the nearest, ties to
+    even.
 
     Args:
       function: Does the same in NumPy.
     """
-    return Kernel(function, function, _cast)
+    return Kernel(function, function, _compile_cast)
 
 
-def _cast(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
+def _compile_cast(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
     numba, name = _numba(), function.__name__
     ir, types = importlib.import_module("llvmlite.ir"), numba.types
     source, target = (getattr(types, kind) for kind in _CASTS[name])
@@ -383,13 +392,13 @@ def _cast(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
             return builder.bitcast(builder.fptrunc(value, ir.HalfType()), ir.IntType(16))
         return builder.bitcast(value, ir.FloatType() if target == types.float32 else ir.IntType(32))
 
-    def instruction(context: Any, value: Any) -> Any:
+    def instruction(context: object, value: object) -> Any:
         return target(source), lambda _, builder, __, values: convert(builder, values[0])
 
     intrinsic = importlib.import_module("numba.extending").intrinsic(instruction)
     call: Any = lambda value: intrinsic(value)  # noqa: E731
     call.__qualname__ = name  # see `_compile`
-    return numba.njit(**_LIKE_NUMPY)(call)  # type: ignore[no-any-return]  # untyped import
+    return numba.njit(**_NUMPY_SEMANTICS)(call)  # type: ignore[no-any-return]  # untyped import
 
 
 def stream(function: Callable[[int, int, int], None]) -> Kernel[[int, int, int], None]:
@@ -399,23 +408,23 @@ def stream(function: Callable[[int, int, int], None]) -> Kernel[[int, int, int],
       function: Does the same in Python: it copies to the first address, from the second, so many
         bytes; the first address and the number are multiples of 64.
     """
-    return Kernel(function, function, _stream)
+    return Kernel(function, function, _compile_stream)
 
 
-def _stream(function: Callable[[int, int, int], None]) -> Callable[[int, int, int], None]:
+def _compile_stream(function: Callable[[int, int, int], None]) -> Callable[[int, int, int], None]:
     numba = _numba()
     ir, types = importlib.import_module("llvmlite.ir"), numba.types
     tools = importlib.import_module("numba.core.cgutils")
 
-    def emit(context: Any, builder: Any, _: Any, values: Any) -> Any:
+    def emit(context: Any, builder: Any, _: object, values: Any) -> Any:
         to, value, nbytes = values
-        part, integer = ir.VectorType(ir.IntType(64), 4).as_pointer(), nbytes.type
-        mark = builder.module.add_metadata([ir.Constant(ir.IntType(32), 1)])
+        vector_pointer, integer = ir.VectorType(ir.IntType(64), 4).as_pointer(), nbytes.type
+        nontemporal_mark = builder.module.add_metadata([ir.Constant(ir.IntType(32), 1)])
         steps = ir.Constant(integer, 0), nbytes, ir.Constant(integer, 32)
         with tools.for_range_slice(builder, *steps) as (at, _):
-            vector = builder.load(builder.inttoptr(builder.add(value, at), part), align=1)
-            place = builder.inttoptr(builder.add(to, at), part)
-            builder.store(vector, place, align=32).set_metadata("nontemporal", mark)
+            vector = builder.load(builder.inttoptr(builder.add(value, at), vector_pointer), align=1)
+            pointer = builder.inttoptr(builder.add(to, at), vector_pointer)
+            builder.store(vector, pointer, align=32).set_metadata("nontemporal", nontemporal_mark)
         if _is_x86():  # whose other fences need not order such stores
             fence = ir.FunctionType(ir.VoidType(), [])
             builder.call(builder.module.declare_intrinsic("llvm.x86.sse.sfence", (), fence), [])
@@ -423,13 +432,13 @@ def _stream(function: Callable[[int, int, int], None]) -> Callable[[int, int, in
             builder.fence("seq_cst")
         return context.get_dummy_value()
 
-    def instructions(context: Any, to: Any, value: Any, nbytes: Any) -> Any:
+    def instructions(context: object, to: object, value: object, nbytes: object) -> Any:
         return types.void(types.intp, types.intp, types.intp), emit
 
     intrinsic = importlib.import_module("numba.extending").intrinsic(instructions)
     call: Any = lambda to, value, nbytes: intrinsic(to, value, nbytes)  # noqa: E731
     call.__qualname__ = function.__name__  # see `_compile`
-    return numba.njit(**_LIKE_NUMPY)(call)  # type: ignore[no-any-return]  # untyped import
+    return numba.njit(**_NUMPY_SEMANTICS)(call)  # type: ignore[no-any-return]  # untyped import
 
 
 def _is_x86() -> bool:
@@ -450,35 +459,37 @@ def converts_halves() -> bool:
     return bool(binding.get_host_cpu_features().get("f16c", False))
 
 
-def _renamed(function: Any, names: dict[str, Any]) -> Any:
-    renamed_function = types.FunctionType(function.__code__, {**function.__globals__, **names})
-    renamed_function.__defaults__ = function.__defaults__
-    renamed_function.__qualname__ = function.__qualname__
-    renamed_function.__doc__ = function.__doc__
+def _copy_with_globals(original: Callable[..., Any], new_globals: dict[str, Any]) -> Any:
+    renamed_function = types.FunctionType(
+        original.__code__, {**original.__globals__, **new_globals}
+    )
+    renamed_function.__defaults__ = original.__defaults__
+    renamed_function.__qualname__ = original.__qualname__
+    renamed_function.__doc__ = original.__doc__
     return renamed_function
 
 
-def _code(function: Any, visited_ids: set[int]) -> list[str]:
-    """Describe what a function is compiled from: its code, and all that this names.
+def _describe_code(described_function: Callable[..., Any], visited_ids: set[int]) -> list[str]:
+    """Describe the code of a function and of all that it names.
 
-    Numba's own key has not: an edit of a helper in another file would go unnoticed.
+    Numba's own key does not contain it: an edit of a helper in another file would go unnoticed.
     """
-    if id(function) in visited_ids:
+    if id(described_function) in visited_ids:
         return []
-    visited_ids.add(id(function))
-    code = function.__code__
+    visited_ids.add(id(described_function))
+    code = described_function.__code__
     texts = [code.co_code.hex(), repr(code.co_consts)]
     for name in code.co_names:
-        value = function.__globals__.get(name)
+        value = described_function.__globals__.get(name)
         if isinstance(value, Kernel):
-            texts += [name, *_code(value._function, visited_ids)]
+            texts += [name, *_describe_code(value._function, visited_ids)]
         elif isinstance(value, int | float | str | tuple):
             texts.append(f"{name}={value!r}")
     return texts
 
 
 @functools.cache
-def compiling() -> bool:
+def is_compiling() -> bool:
     """Return whether this process runs compiled kernels; decided once, then kept.
 
     Warns:
@@ -486,7 +497,7 @@ def compiling() -> bool:
 
     Cost: The first call imports Numba, if the options want it.
     """
-    if not config.read().numba:
+    if not config.read_options().numba:
         return False
     try:
         _numba()
@@ -515,21 +526,21 @@ def _numba() -> Any:
 def _compile_part(function: Callable[P, R]) -> Callable[P, R]:
     # In the machine code of each kernel that calls it, so it needs no file of its own in the cache.
     wrapper_options = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
-    return _numba().njit(**wrapper_options, **_LIKE_NUMPY)(function)  # type: ignore[no-any-return]
+    return _numba().njit(**wrapper_options, **_NUMPY_SEMANTICS)(function)  # type: ignore[no-any-return]
 
 
 def _compile(function: Callable[P, R]) -> Callable[P, R]:
-    numba, code = _numba(), _code(function, set())
+    numba, code = _numba(), _describe_code(function, set())
     # Numba's names of machine code have the qualified name, the arguments, and a number that each
-    # process counts again. Of two forms of one loop that two processes have put in the cache, a
-    # third would take the one for the other, so the name tells the form, too.
-    named_function = _renamed(function, {})
+    # process counts again. A third process would mix up two forms of one loop that two processes
+    # have put in the cache, so the name contains the form, too.
+    named_function = _copy_with_globals(function, {})
     named_function.__qualname__ += (
         f"_{hashlib.blake2b(repr(code).encode(), digest_size=6).hexdigest()}"
     )
-    compiled = cached(
-        lambda keep: numba.njit(cache=keep, **_LIKE_NUMPY)(named_function), numba.config
+    compiled = compile_cached(
+        lambda keep: numba.njit(cache=keep, **_NUMPY_SEMANTICS)(named_function), numba.config
     )
     cache, file = getattr(compiled, "_cache", None), function.__code__.co_filename
-    attach(cache, file, code, numba.config)
+    attach_cache_files(cache, file, code, numba.config)
     return compiled  # type: ignore[no-any-return]  # untyped import

@@ -1,7 +1,7 @@
-"""Reduce operations: what reduces the values of two ranks into one, and what MPI has of it.
+"""Reduce operations: for each the ufunc of two values, its name in MPI, and its dtypes.
 
-The names SUM and MEAN are those of ``tf.distribute.ReduceOp``; the others are additions. How to add
-an operation: one row in `ReduceOp`; CONTRIBUTING.md has an example.
+The names SUM and MEAN are those of ``tf.distribute.ReduceOp``; the others are additions. To add an
+operation, add one row to `ReduceOp`; CONTRIBUTING.md has an example.
 """
 
 from __future__ import annotations
@@ -14,38 +14,39 @@ import numpy as np
 
 
 class Reduction(NamedTuple):
-    """What is known of a reduce operation.
+    """How a reduce operation is computed.
 
     Attributes:
-      ufunc: Of two arguments, associative; bits are the same on all ranks in any case.
-      mpi: What MPI calls it; empty if MPI has no such operation, and values have to be gathered.
-      start: Gives, for a dtype, the value that changes nothing.
+      ufunc: A ufunc of two arguments, associative; bits are the same on all ranks in any case.
+      mpi_name: The name of the operation in MPI; empty if MPI has none, so that values have to be
+        gathered.
+      identity: Returns, for a dtype, the value that changes nothing.
       kinds: The kinds of dtypes that it takes, as `numpy.dtype.kind` names them.
-      repeats: Reducing equal values gives the value itself; of no values at all there is no result.
-      loses_nan: MPI's own operation may lose a NaN.
+      is_idempotent: Reducing equal values gives the value itself; no values have no result.
+      may_lose_nan: MPI's own operation may lose a NaN.
     """
 
     ufunc: np.ufunc
-    mpi: str
-    start: Callable[[np.dtype[Any]], Any]
+    mpi_name: str
+    identity: Callable[[np.dtype[Any]], Any]
     kinds: str = "iufcV"  # V: what ml_dtypes adds; b: bool, which is sent as uint8
-    repeats: bool = False
-    loses_nan: bool = False
+    is_idempotent: bool = False
+    may_lose_nan: bool = False
 
 
-def _zero(dtype: np.dtype[Any]) -> Any:
+def _make_zero(dtype: np.dtype[Any]) -> Any:
     return dtype.type(0)
 
 
-def _one(dtype: np.dtype[Any]) -> Any:
+def _make_one(dtype: np.dtype[Any]) -> Any:
     return dtype.type(1)
 
 
-def _lowest(dtype: np.dtype[Any]) -> Any:
+def _make_lowest(dtype: np.dtype[Any]) -> Any:
     return dtype.type(-np.inf if dtype.kind == "f" else np.iinfo(dtype).min)
 
 
-def _highest(dtype: np.dtype[Any]) -> Any:
+def _make_highest(dtype: np.dtype[Any]) -> Any:
     return dtype.type(np.inf if dtype.kind == "f" else np.iinfo(dtype).max)
 
 
@@ -56,39 +57,42 @@ class ReduceOp(enum.Enum):
     as `numpy.minimum` and `numpy.maximum` do. ``ALL`` and ``ANY`` are for bool only, of which
     ``MIN`` and ``MAX`` are the same.
 
-    Attributes:
-      how: What is known of it, as a `Reduction`.
-
     Example:
       >>> ReduceOp.parse("mean")
       <ReduceOp.MEAN: 'MEAN'>
     """
 
-    how: Reduction
-    if TYPE_CHECKING:  # which take the value of members that are made of more for anything
+    _reduction: Reduction  # how the operation is computed
+    if TYPE_CHECKING:  # type checkers take any type for the value of such members
 
         @property
         def value(self) -> str:
             """The name."""
 
-    SUM = "SUM", Reduction(np.add, "SUM", _zero)
-    MEAN = "MEAN", Reduction(np.add, "SUM", _zero, repeats=True)  # divided afterwards
-    MIN = "MIN", Reduction(np.minimum, "MIN", _highest, "biufV", repeats=True, loses_nan=True)
-    MAX = "MAX", Reduction(np.maximum, "MAX", _lowest, "biufV", repeats=True, loses_nan=True)
-    PROD = "PROD", Reduction(np.multiply, "PROD", _one)
-    ALL = "ALL", Reduction(np.minimum, "MIN", _highest, "b", repeats=True)
-    ANY = "ANY", Reduction(np.maximum, "MAX", _lowest, "b", repeats=True)
+    SUM = "SUM", Reduction(np.add, "SUM", _make_zero)
+    MEAN = "MEAN", Reduction(np.add, "SUM", _make_zero, is_idempotent=True)  # divided afterwards
+    MIN = (
+        "MIN",
+        Reduction(np.minimum, "MIN", _make_highest, "biufV", is_idempotent=True, may_lose_nan=True),
+    )
+    MAX = (
+        "MAX",
+        Reduction(np.maximum, "MAX", _make_lowest, "biufV", is_idempotent=True, may_lose_nan=True),
+    )
+    PROD = "PROD", Reduction(np.multiply, "PROD", _make_one)
+    ALL = "ALL", Reduction(np.minimum, "MIN", _make_highest, "b", is_idempotent=True)
+    ANY = "ANY", Reduction(np.maximum, "MAX", _make_lowest, "b", is_idempotent=True)
 
     def __new__(cls, name: str, reduction: Any = None) -> ReduceOp:
         """Create a member, whose value is its name; ``ReduceOp("SUM")`` finds one."""
         member = object.__new__(cls)
-        member._value_, member.how = name, reduction
+        member._value_, member._reduction = name, reduction
         return member
 
     __hash__ = object.__hash__  # each member is equal to itself alone
 
     @staticmethod
-    def from_variable_aggregation(aggregation: Any) -> ReduceOp:
+    def from_variable_aggregation(aggregation: object) -> ReduceOp:
         """Return the operation that a `VariableAggregation` names: SUM or MEAN.
 
         Args:
@@ -129,5 +133,5 @@ class ReduceOp(enum.Enum):
         )
 
 
-# What reduces two values into one; MEAN divides afterwards.
-UFUNCS: dict[ReduceOp, Callable[..., Any]] = {op: op.how.ufunc for op in ReduceOp}
+# The ufunc that reduces two values into one; MEAN divides afterwards.
+UFUNCS: dict[ReduceOp, Callable[..., Any]] = {op: op._reduction.ufunc for op in ReduceOp}

@@ -1,11 +1,16 @@
 """Threads for kernels whose work is large, where a rank has several cores.
 
 Kernels give up the GIL, so plain threads do. They are started by the first work that is large
-enough, not before; a rank with one core never has any. What is cut is chosen by the kernels such
-that the bits of a result do not depend on it.
+enough, not before; a rank with one core never has any. The number of threads is determined once,
+when the session begins: the cores of the affinity mask, or of the quota if that is less, divided by
+the number of ranks of the node whose masks overlap it; ``MPISTRAT_THREADS`` overrides it. The
+kernels choose the cuts so that the bits of a result do not depend on the number of threads.
 
 Other libraries, such as BLAS, begin with a thread for every core that they see. With R ranks on the
-same cores there are R times too many, which wait for one another: `limit_threads`.
+same cores there are R times too many, which wait for one another. So where masks overlap, other
+libraries get at most the least share of all ranks (`limit_threads`, ``MPISTRAT_BLAS_THREADS``): the
+bits of their products depend on their threads, and cross-replica code computes the same on all
+ranks.
 """
 
 from __future__ import annotations
@@ -24,19 +29,19 @@ from mpistrat.config import set_thread_variable
 if TYPE_CHECKING:
     from concurrent.futures import Executor
 
-# These tell of what the thread itself does, and cannot be kept for another one.
+# Signals about an error of the thread itself; another thread cannot take them.
 _CRASH_SIGNALS = {signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT}
 
 
-def cuts(start: int, stop: int, parts: int, step: int) -> list[tuple[int, int]]:
+def cut_range(start: int, stop: int, part_count: int, step: int) -> list[tuple[int, int]]:
     """Cut a range into at most so many parts, at multiples of `step` except for its two ends.
 
     Example:
-      >>> cuts(3, 40, 2, 16)
+      >>> cut_range(3, 40, 2, 16)
       [(3, 16), (16, 40)]
     """
     first, last = start // step, -(-stop // step)
-    borders = [first + (last - first) * part // parts for part in range(parts + 1)]
+    borders = [first + (last - first) * number // part_count for number in range(part_count + 1)]
     edges = [min(max(border * step, start), stop) for border in borders]
     return [(low, high) for low, high in itertools.pairwise(edges) if low < high]
 
@@ -60,33 +65,40 @@ class Team:
         self._lock = threading.Lock()
 
     def run(
-        self, work: Callable[[int, int], object], start: int, stop: int, parts: int, step: int = 1
+        self,
+        run_part: Callable[[int, int], object],
+        start: int,
+        stop: int,
+        part_count: int,
+        step: int = 1,
     ) -> None:
         """Call ``work(low, high)`` for parts of a range, at once, and return when all have ended.
 
         Args:
-          work: Does a part; parts do not touch each other's results.
+          run_part: Does a part; parts do not touch each other's results.
           start: Where the range begins.
           stop: Where it ends.
-          parts: How many parts the work is worth; no more than `count` are made.
+          part_count: How many parts the work is worth; no more than `count` are made.
           step: Parts meet at multiples of it.
 
         Raises:
-          BaseException: What a part has raised; that of the lowest part, if several have.
+          BaseException: The exception of a part; of the lowest part, if several raised.
 
         Cost: 20 to 40 microseconds beside the work; the first call starts the threads.
         """
-        (low, high), *rest = cuts(start, stop, min(parts, self.count), step) or [(start, stop)]
+        (low, high), *rest = cut_range(start, stop, min(part_count, self.count), step) or [
+            (start, stop)
+        ]
         futures = []
-        pool = self._ready() if rest else None
+        pool = self._get_pool() if rest else None
         try:
             if pool is not None:
                 with suppress(RuntimeError):  # at exit the interpreter has ended all threads
                     for part in rest:
-                        futures.append(pool.submit(work, *part))
-            work(low, high)
+                        futures.append(pool.submit(run_part, *part))
+            run_part(low, high)
             for part in rest[len(futures) :]:
-                work(*part)
+                run_part(*part)
         finally:
             # Also on the way out with an error: nobody may write once the caller thinks it is over.
             errors = [future.exception() for future in futures]
@@ -94,12 +106,12 @@ class Team:
             if error is not None:
                 raise error
 
-    def _ready(self) -> Executor | None:
+    def _get_pool(self) -> Executor | None:
         """Return the threads, or None if they cannot be started: the results are the same."""
         with self._lock:
             if self._pid != os.getpid():
                 self._pool = None
-                self._pool = _started(self.count - 1)
+                self._pool = _start_pool(self.count - 1)
                 self._pid = os.getpid()
             return self._pool
 
@@ -107,21 +119,21 @@ class Team:
         """Wait for the threads to end. They come again if there is more work."""
         with self._lock:
             pool, self._pool = self._pool, None
-            ours, self._pid = self._pid == os.getpid(), 0
-        if pool is not None and ours:
+            is_own_process, self._pid = self._pid == os.getpid(), 0
+        if pool is not None and is_own_process:
             pool.shutdown()
 
 
-def deaf() -> None:
+def block_signals() -> None:
     """Leave signals to the thread that Python handles them in: it has to wake up from waiting."""
     signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals() - _CRASH_SIGNALS)
 
 
-def _started(count: int) -> Executor | None:
+def _start_pool(count: int) -> Executor | None:
     """Return so many threads, all of them started, so that work cannot fail to find one."""
     from concurrent.futures import ThreadPoolExecutor
 
-    pool = ThreadPoolExecutor(count, "mpistrat kernels", deaf)
+    pool = ThreadPoolExecutor(count, "mpistrat kernels", block_signals)
     go = threading.Event()
     try:
         for _ in range(count):

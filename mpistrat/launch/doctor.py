@@ -20,7 +20,7 @@ from typing import Any
 
 from mpistrat.cluster.allocation import Allocation
 from mpistrat.cluster.batch_job import read_command_output
-from mpistrat.config import environment, launched_by
+from mpistrat.config import child_environment, launched_by
 from mpistrat.errors import LaunchError
 from mpistrat.launch.arguments import parse_positive
 from mpistrat.launch.doctor_checks import FAILED_CHECK, examine
@@ -198,7 +198,7 @@ def _is_failure_fatal(launcher_words: Sequence[str]) -> bool:
     if not launcher_words or Path(launcher_words[0]).name != "srun":
         return True
     has_kill_option = any(word.startswith(("-K", "--kill-on-bad-exit")) for word in launcher_words)
-    return has_kill_option or environment({}).get("SLURM_KILL_BAD_EXIT") == "1"
+    return has_kill_option or child_environment({}).get("SLURM_KILL_BAD_EXIT") == "1"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

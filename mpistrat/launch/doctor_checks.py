@@ -10,8 +10,8 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
-from mpistrat.comm.callsite import few
-from mpistrat.config import YIELD, unsupported
+from mpistrat.comm.callsite import shorten
+from mpistrat.config import YIELD_VARIABLE, describe_unsupported
 from mpistrat.launch.facts import Job, LinkFacts, RankFacts
 
 OK, NOTE, FAILED_CHECK = "ok", "note", "BAD"
@@ -47,7 +47,7 @@ class Finding(NamedTuple):
 
 def _list_distinct(texts: Sequence[str], separator: str = ", ") -> str:
     """Return the values that differ, each once, for a message; the first few of many."""
-    return separator.join(few(list(dict.fromkeys(texts)), _MAX_NAMED))
+    return separator.join(shorten(list(dict.fromkeys(texts)), _MAX_NAMED))
 
 
 def _format_hosts(rank_facts: Sequence[RankFacts]) -> str:
@@ -55,7 +55,7 @@ def _format_hosts(rank_facts: Sequence[RankFacts]) -> str:
 
 
 def _examine_system(job: Job) -> Finding:
-    complaint = unsupported()
+    complaint = describe_unsupported()
     text = f"{platform.system()} on {platform.machine()}"
     return Finding(
         "system", f"{text}. {complaint}" if complaint else text, FAILED_CHECK if complaint else OK
@@ -256,7 +256,7 @@ def _examine_overlap(job: Job) -> Finding:
     name = "overlap"
     if not all(rank.yields for rank in job.ranks):
         text = "all_reduce_start does not overlap with computation: Open MPI keeps its core"
-        return Finding(name, text, NOTE, f"export {YIELD}=1, as `mpistrat run` does")
+        return Finding(name, text, NOTE, f"export {YIELD_VARIABLE}=1, as `mpistrat run` does")
     return Finding(name, "all_reduce_start overlaps with computation, between nodes")
 
 

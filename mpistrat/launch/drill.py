@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import NamedTuple, final
 
 from mpistrat.checkpoint.inspection import compare_runs, find_newest_checkpoints
-from mpistrat.config import number_of
+from mpistrat.config import rank_text
 from mpistrat.errors import CheckpointError, LaunchError
 from mpistrat.launch.arguments import parse_non_negative, parse_positive, parse_seconds
 from mpistrat.launch.mpi_libraries import Command
@@ -166,7 +166,7 @@ def _find_rank_processes(rank_count: int) -> dict[int, int]:
             if tuple(arguments[1:3]) == _RANK_WORDS:
                 assignments = os.fsdecode(Path(f"/proc/{pid}/environ").read_bytes()).split("\0")
                 variables = dict(assignment.partition("=")[::2] for assignment in assignments)
-                pid_by_rank[int(number_of(variables))] = pid
+                pid_by_rank[int(rank_text(variables))] = pid
     return pid_by_rank if len(pid_by_rank) == rank_count else {}
 
 

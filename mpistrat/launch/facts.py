@@ -19,8 +19,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mpistrat.comm.callsite import grouped
-from mpistrat.config import environment, installed, mask_of, quota, yields
+from mpistrat.comm.callsite import group_by_key
+from mpistrat.config import affinity_mask, child_environment, cpu_quota, find_versions, is_yielding
 from mpistrat.errors import LaunchError
 from mpistrat.launch.mpi_libraries import find_library
 from mpistrat.watchdog.processes import get_machine_id
@@ -123,12 +123,12 @@ class Job(NamedTuple):
     @property
     def hosts(self) -> dict[str, list[RankFacts]]:
         """The ranks of each host."""
-        return grouped([rank.host for rank in self.ranks], self.ranks)
+        return group_by_key([rank.host for rank in self.ranks], self.ranks)
 
 
 def _find_versions() -> dict[str, str]:
     """Return versions of packages; they are imported, as a broken one has a version, too."""
-    versions = installed(_PACKAGES)
+    versions = find_versions(_PACKAGES)
     for name in ("numpy", "numba", "optree"):
         try:
             if name in versions:
@@ -198,7 +198,7 @@ def collect_facts(
     Cost: A start of Python, which loads the MPI library.
     """
     library_text, is_from_wheel, is_set_to_yield = _describe_library()
-    shm_path, variables = Path("/dev/shm"), environment({})
+    shm_path, variables = Path("/dev/shm"), child_environment({})
     shm_usage = shutil.disk_usage(shm_path) if shm_path.is_dir() else None
     fabric_path = class_path / "infiniband"
     threads_text = next(
@@ -215,9 +215,9 @@ def collect_facts(
         versions={"Python": platform.python_version(), **_find_versions()},
         library=library_text,
         wheel=is_from_wheel,
-        yields=is_set_to_yield or yields(),
-        mask=mask_of(),
-        cores=int(min(os.cpu_count() or 1, max(1, quota()))),
+        yields=is_set_to_yield or is_yielding(),
+        mask=affinity_mask(),
+        cores=int(min(os.cpu_count() or 1, max(1, cpu_quota()))),
         blas=int(threads_text) if threads_text.isdigit() else 0,
         shm=(shm_usage.free, shm_usage.total) if shm_usage else (0, 0),
         opens=_can_open_memory(),

@@ -25,7 +25,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from mpistrat.cluster.batch_job import run_command
-from mpistrat.config import YIELD, environment, mask_of
+from mpistrat.config import YIELD_VARIABLE, affinity_mask, child_environment
 from mpistrat.errors import LaunchError
 
 _NO_VARIABLES: Mapping[str, str] = MappingProxyType({})
@@ -93,7 +93,7 @@ _ROOT_VARIABLES = MappingProxyType(
 
 # A thread that waits beside a computation takes half of its time otherwise, and while it waits, a
 # handshake takes milliseconds.
-_YIELD_VARIABLES = MappingProxyType({YIELD: "1"})
+_YIELD_VARIABLES = MappingProxyType({YIELD_VARIABLE: "1"})
 
 _NO_MATCH = r"(?!)"  # a pattern that is nowhere: such a library comes without a launcher of its own
 
@@ -276,7 +276,7 @@ class Command(NamedTuple):
 
     def build_environment(self) -> dict[str, str]:
         """Return all variables that it and its ranks get."""
-        variables = {**environment({}), **self.env}
+        variables = {**child_environment({}), **self.env}
         return {name: value for name, value in variables.items() if value is not None}
 
     def __str__(self) -> str:
@@ -331,7 +331,7 @@ class Launcher(NamedTuple):
 
     def collect_variables(self) -> dict[str, str]:
         """Return the variables of a call, beside those of this process."""
-        flavour, outer_variables = self.flavour, environment({})
+        flavour, outer_variables = self.flavour, child_environment({})
         variables = {**flavour.variables, **(flavour.root_variables if os.getuid() == 0 else {})}
         return variables | {
             name: text
@@ -347,7 +347,7 @@ def count_cores() -> int:
       >>> count_cores() >= 1
       True
     """
-    return bin(mask_of()).count("1")
+    return bin(affinity_mask()).count("1")
 
 
 @functools.cache
@@ -422,7 +422,7 @@ def list_launchers(library: Library) -> list[str]:
         directories.append(sysconfig.get_path("scripts", sysconfig.get_preferred_scheme("user")))
     names = ["mpiexec", f"mpiexec.{library.flavour.pip_extra or library.flavour.name}"]
     directories += [str(parent / "bin") for parent in Path(library.file_path).parents]
-    directories += environment({}).get("PATH", os.defpath).split(os.pathsep)
+    directories += child_environment({}).get("PATH", os.defpath).split(os.pathsep)
     paths = [
         shutil.which(name, path=directory)
         for directory in directories

@@ -23,7 +23,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from mpistrat.config import patience, shared_files
+from mpistrat.config import mapped_shm_files, read_or_default
 from mpistrat.launch.roster import announce_begin, leave_last_line, sign_in
 from mpistrat.launch.streams import Output, redirect, take_input
 
@@ -39,10 +39,10 @@ def main(argv: Sequence[str]) -> None:
     """
     output, argv = _take_output_options(list(argv))
     announce_rank = redirect(output) if output != Output() else None
-    previous_files = shared_files()
+    previous_files = mapped_shm_files()
     session = _start_session()
-    from mpistrat.comm.callsite import standing_for
-    from mpistrat.comm.mpi import before_abort
+    from mpistrat.comm.callsite import naming_call_site
+    from mpistrat.comm.mpi import add_abort_callback
     from mpistrat.lockstep.ending import get_exit_code, last_line
     from mpistrat.lockstep.exits import exits
     from mpistrat.lockstep.handshake import Lockstep
@@ -50,17 +50,19 @@ def main(argv: Sequence[str]) -> None:
 
     if announce_rank is not None:
         announce_rank(session.comm.rank, session.comm.size)
-    mpi_files = shared_files() - previous_files  # the launcher removes those of a job that fails
-    process_exits, record_path = exits(), patience().record
+    mpi_files = (
+        mapped_shm_files() - previous_files
+    )  # the launcher removes those of a job that fails
+    process_exits, record_path = exits(), read_or_default().record
     job_directory = Path(record_path).parent if record_path else None
     take_input(session.comm.rank, job_directory)
     if job_directory is not None:
         process_exits.recorder = functools.partial(_write_record, record_path)
-        before_abort(process_exits.recorder)
+        add_abort_callback(process_exits.recorder)
         last_line.printers.append(functools.partial(leave_last_line, job_directory))
         sign_in(job_directory, session.comm.rank, mpi_files)
     try:
-        with standing_for("mpistrat.launch.rank"):  # there is no line of the program yet
+        with naming_call_site("mpistrat.launch.rank"):  # there is no line of the program yet
             begin_session(Lockstep(session))
         if session.options.measure:
             from mpistrat.launch.scaling import StepCounter  # few jobs need it
@@ -96,15 +98,15 @@ def _start_session() -> Session:
     blocked_signals = [signal.SIGUSR1, signal.SIGINT]
     signal.pthread_sigmask(signal.SIG_BLOCK, blocked_signals)
     from mpistrat.checkpoint.notice import record_early_signal
-    from mpistrat.comm.mpi import library, limited
-    from mpistrat.comm.session import Session, refuse_children
+    from mpistrat.comm.mpi import end_after_timeout, library
+    from mpistrat.comm.session import Session, check_not_child
     from mpistrat.lockstep.exits import exits
 
-    refuse_children()
+    check_not_child()
     announce_begin()
     world = library().COMM_WORLD
-    with limited():
-        session = Session.on(world)
+    with end_after_timeout():
+        session = Session.of_parent(world)
     signal.signal(signal.SIGUSR1, record_early_signal)
     # At exit, last of all: Python gives up its handlers then, and a notice would end the process.
     atexit.register(signal.signal, signal.SIGUSR1, signal.SIG_IGN)

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import NamedTuple, final
 
 from mpistrat.comm.callsite import ranks_text
-from mpistrat.config import number_of, patience
+from mpistrat.config import rank_text, read_or_default
 from mpistrat.watchdog.processes import read_process
 from mpistrat.watchdog.status_board import say
 
@@ -99,10 +99,10 @@ def announce_begin() -> None:
 
     In MPI this rank waits for all others; a rank that does not come has left no such sign.
     """
-    record_path, rank_text = patience().record, number_of()
-    if record_path and rank_text and Path(record_path).with_name(_OPEN_NAME).exists():
+    record_path, own_rank_text = read_or_default().record, rank_text()
+    if record_path and own_rank_text and Path(record_path).with_name(_OPEN_NAME).exists():
         with contextlib.suppress(OSError):
-            Path(record_path).with_name(f"begins-{rank_text}").touch()
+            Path(record_path).with_name(f"begins-{own_rank_text}").touch()
 
 
 @final
@@ -183,13 +183,14 @@ class Roster:
           code: The exit code of the launcher.
           recorded_code: The exit code that the ranks have agreed on; None if they have not.
         """
-        is_too_late = self._seconds_since_begin >= patience().timeout
+        is_too_late = self._seconds_since_begin >= read_or_default().timeout
         is_starting = len(self._signed_in) < self._rank_count and is_too_late
         if recorded_code is None and code and is_starting:
             return "to start MPI"
         # Python prints a stack and ends with 1, or SIGALRM comes where it does not run any more.
         is_hung = (
-            code == 1 and self._seconds_after_leaving >= patience().timeout - _FILE_TIME_SECONDS
+            code == 1
+            and self._seconds_after_leaving >= read_or_default().timeout - _FILE_TIME_SECONDS
         )
         if recorded_code == 0 and (is_hung or code % 128 == signal.SIGALRM):
             subject = "one of them may be stopped, or hang where a stack above says"
@@ -207,7 +208,7 @@ class Roster:
     def _run(self) -> None:
         rank_by_descriptor: dict[int, tuple[int, int]] = {}  # descriptor -> rank, pid
         poller = select.poll()
-        warn_time = time.monotonic() + patience().warn
+        warn_time = time.monotonic() + read_or_default().warn
         try:
             while not self._ended_ranks and not self._stop_event.is_set():
                 if not self._watch_arrivals(poller, rank_by_descriptor):
@@ -256,7 +257,7 @@ class Roster:
 
     def _report_missing_ranks(self) -> None:
         if self._rank_count:
-            limits = patience()
+            limits = read_or_default()
             begin_names = {file.name for file in self._directory.glob("begins-*")}
             missing_ranks = [
                 rank for rank in range(self._rank_count) if f"begins-{rank}" not in begin_names

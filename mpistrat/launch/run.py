@@ -23,8 +23,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from mpistrat.cluster.allocation import Allocation, find_allocation, read_hostfile
-from mpistrat.comm.callsite import grouped
-from mpistrat.config import environment, launched_by, marks, patience, sets_threads
+from mpistrat.comm.callsite import group_by_key
+from mpistrat.config import (
+    child_environment,
+    has_thread_variable,
+    launched_by,
+    launcher_variables,
+    read_or_default,
+)
 from mpistrat.errors import LaunchError
 from mpistrat.launch.arguments import parse_positive, parse_seconds
 from mpistrat.launch.mpi_libraries import (
@@ -67,7 +73,7 @@ def check_outside_of_job() -> None:
             "start\n  a job in each rank. Use one of the two: either `mpistrat run -n N "
             "train.py` in a plain\n  shell or batch script, or `srun python -m "
             "mpistrat.launch.rank train.py`. If this is not\n  a rank, its environment has "
-            f"variables left over from one: unset {' '.join(marks())}."
+            f"variables left over from one: unset {' '.join(launcher_variables())}."
         )
 
 
@@ -232,7 +238,7 @@ def plan_command(
     in_slurm = allocation.scheduler == "Slurm"
     if in_slurm and launch_options.launcher != "mpiexec":
         plugins_text, library = list_srun_plugins(), find_library()
-        pmi = choose_pmi(library.flavour, plugins_text, environment({}))
+        pmi = choose_pmi(library.flavour, plugins_text, child_environment({}))
         if "srun: fatal" in plugins_text:
             raise LaunchError(
                 f"Slurm does not answer ({plugins_text.strip().splitlines()[-1]}), but the "
@@ -258,7 +264,7 @@ def plan_command(
         launcher, allocation, launch_options, program, env, core_count=count_cores()
     )
     if not allocation.scheduler or is_srun_missing:  # a scheduler would not answer mpiexec
-        unset_variables = dict.fromkeys(_list_scheduler_variables(environment({})))
+        unset_variables = dict.fromkeys(_list_scheduler_variables(child_environment({})))
         command = command._replace(env={**unset_variables, **command.env})
     return command, launcher.flavour.export_flag if allocation is not LOCAL_HOST else ""
 
@@ -317,7 +323,7 @@ def _run_watched_job(
 
 def _read_recorded_code(record_path: Path, outcome: Outcome) -> int | None:
     """Return the exit code that the ranks have agreed on, or None; copy it to an outer record."""
-    recorded_code, outer_path = None, environment({}).get("MPISTRAT_RECORD")
+    recorded_code, outer_path = None, child_environment({}).get("MPISTRAT_RECORD")
     with contextlib.suppress(OSError):
         # Empty where there was no room on the disk: the ranks have agreed on that code.
         recorded_code = int(record_path.read_bytes() or outcome.code)
@@ -361,7 +367,8 @@ def _decide_exit_code(
         wait_text := roster.describe_wait(outcome.code, recorded_code)
     ):
         _print_message(
-            f"ranks waited {patience().timeout:g} s (MPISTRAT_TIMEOUT) for others {wait_text}"
+            f"ranks waited {read_or_default().timeout:g} s (MPISTRAT_TIMEOUT) for others "
+            f"{wait_text}"
         )
         return HUNG
     _report_causes(outcome, recorded_code, roster, launcher_name)
@@ -402,7 +409,7 @@ def _report_causes(
 
 def _choose_thread_variables(shape: JobShape, allocation: Allocation) -> dict[str, str]:
     """Return the variable for the BLAS threads of each rank: its share of the cores, unless set."""
-    if sets_threads(environment({})):
+    if has_thread_variable(child_environment({})):
         return {}
     if allocation.scheduler == "Slurm":  # which gives each task one core by default
         return {"OMP_NUM_THREADS": str(allocation.cpus_per_task or 1)}
@@ -415,7 +422,7 @@ def _report_ended_ranks(ended_ranks: Sequence[EndedRank], roster: Roster) -> Non
     All ranks that ended in the same way share one line.
     """
     endings = [(rank.signal_number, rank.code, rank.is_certain) for rank in ended_ranks]
-    ranks_by_ending = grouped(endings, ended_ranks)
+    ranks_by_ending = group_by_key(endings, ended_ranks)
     # Seen at once: the first of them, and those that the launcher ended for its sake.
     note = "; a launcher ends all others once one has ended" if len(ended_ranks) > 1 else ""
     for (signal_number, code, is_certain), same_ending_ranks in ranks_by_ending.items():

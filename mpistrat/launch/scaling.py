@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, final
 
-from mpistrat.config import environment, mask_of
+from mpistrat.config import affinity_mask, child_environment
 from mpistrat.errors import LaunchError
 from mpistrat.launch.arguments import parse_file_path, parse_positive, parse_seconds
 from mpistrat.lockstep.handshake import Lockstep
@@ -158,7 +158,7 @@ def measure_runs(study: Study, print_text: Callable[[str], None]) -> Iterator[Ru
                 [sys.executable, "-m", "mpistrat", *words],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
-                env=environment(variables),
+                env=child_environment(variables),
                 check=False,
             )
             run_seconds = time.perf_counter() - begin_time
@@ -368,7 +368,7 @@ class StepCounter:
             0,
         )
         self._second_step_time = self._last_step_time = self._start_time
-        local_payload = json.dumps([socket.gethostname(), mask_of()]).encode()
+        local_payload = json.dumps([socket.gethostname(), affinity_mask()]).encode()
         payloads = lockstep.gather_payloads("measure", local_payload)
         masks: dict[str, int] = {}
         for host, mask in map(json.loads, payloads):

@@ -6,7 +6,7 @@ import socket
 from collections.abc import Mapping, MutableMapping
 from typing import Any
 
-from mpistrat.arrays import whole_number
+from mpistrat.arrays import check_int
 from mpistrat.cluster.resolver import ClusterResolver
 from mpistrat.cluster.resolvers import create_placed_resolver, export_tf_config, format_tf_config
 from mpistrat.lockstep.startup import begin_lockstep
@@ -53,7 +53,7 @@ def tf_config(
         return format_tf_config(resolver)
     lockstep = begin_lockstep(comm)
     with lockstep.validating_collectively("tf_config"):
-        whole_number("tf_config: port_base", port_base, 1, ValueError)
+        check_int("tf_config: port_base", port_base, 1, ValueError)
         shares = None if jobs is None else list(jobs.items())
         local_host = (socket.gethostname() if host is None else host).encode()
     payloads = lockstep.gather_payloads(

@@ -16,7 +16,7 @@ import numpy as np
 
 import mpistrat as ms
 from mpistrat import bytecode
-from mpistrat.kernels.jit import compiling
+from mpistrat.kernels.jit import is_compiling
 from mpistrat.testing import run_ranks
 
 _COMPILE_SECONDS = 1800.0  # seconds; compiling takes one processor a minute
@@ -48,7 +48,7 @@ def pack_modules() -> str:
     """Put the package's compiled modules into one file; return the result in words."""
     package = str(Path(bytecode.__file__).parent)
     try:
-        file_path = Path(bytecode.write(package))
+        file_path = Path(bytecode.write_bundle(package))
     except OSError as error:
         return f"not put into one file, as {package} cannot be written: {error.strerror}"
     return f"all in {file_path} ({file_path.stat().st_size / 2**20:.1f} MiB)"
@@ -59,7 +59,7 @@ def compile_kernels() -> str:
 
     Cost: A minute with an empty cache, some seconds with a full one.
     """
-    if not compiling():
+    if not is_compiling():
         return "not compiled: Numba is disabled or not installed"
     begin = time.perf_counter()
     run_ranks(_take_steps, 2, timeout=_COMPILE_SECONDS)

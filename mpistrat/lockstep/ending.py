@@ -26,7 +26,7 @@ from typing import NoReturn, final
 from mpistrat.comm import mpi
 from mpistrat.comm.callsite import ranks_text
 from mpistrat.comm.session import Session
-from mpistrat.config import passes_on_a_code
+from mpistrat.config import passes_on_exit_code
 from mpistrat.errors import LockstepError, PreflightError
 from mpistrat.lockstep import mismatch
 from mpistrat.lockstep.ranks import Ranks
@@ -146,7 +146,7 @@ def leave_job(session: Session, code: int, is_planned: bool) -> None:
         if comm.rank == 0:
             last_line.print_line()
         return
-    if is_planned and passes_on_a_code():
+    if is_planned and passes_on_exit_code():
         _exit_in_order(ranks, code)
     # Launchers do not pass on codes of several ranks: MPICH's kills the others when the first
     # leaves with one, and then reports the kill. All launchers pass on the code of an abort, which

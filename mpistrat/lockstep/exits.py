@@ -31,7 +31,7 @@ from typing import Any, NoReturn, final
 from mpistrat.comm import mpi
 from mpistrat.comm.base import Comm
 from mpistrat.comm.session import Session
-from mpistrat.config import number_of
+from mpistrat.config import rank_text
 from mpistrat.errors import LockstepError, RemoteError
 from mpistrat.lockstep.ending import (
     end_job,
@@ -118,10 +118,10 @@ class Exits:
             return
         # This list must not keep the memory of sessions that were freed meanwhile.
         self.sessions = [
-            armed_session for armed_session in self.sessions if not armed_session.freed
+            armed_session for armed_session in self.sessions if not armed_session.is_freed
         ]
         self.sessions.append(session)
-        session.kept(CallState).kept_interrupt = self.kept_interrupt
+        session.get_instance(CallState).kept_interrupt = self.kept_interrupt
         if self._is_armed:
             return
         self._is_armed = True
@@ -143,7 +143,7 @@ class Exits:
             self._excepthook(exception_type, error, error.__traceback__)
         if sys.excepthook == self._print_alone:  # else the program's own hook has called this one
             flush_streams()
-            say(describe_failure(int(number_of() or 0), error))
+            say(describe_failure(int(rank_text() or 0), error))
 
     def exit(self, status: Any = None, /) -> NoReturn:
         """Do the same as ``sys.exit``; it is noted if it ends the program."""
@@ -225,10 +225,10 @@ class Exits:
         if os.getpid() != self._pid:  # a forked child: MPI_Finalize is its parent's business
             self._print_failure()
             exit_at_once(code)
-        self.sessions = [session for session in self.sessions if not session.freed]
+        self.sessions = [session for session in self.sessions if not session.is_freed]
         # The session of all ranks comes first, if any: it collects the codes of the others.
         self.sessions.sort(key=lambda session: -session.comm.size)
-        if not mpi.initialized() or not self.sessions:
+        if not mpi.is_mpi_running() or not self.sessions:
             self._print_failure()
             if self.sessions:  # the program has finalized MPI, which waits for all ranks
                 self._record(code)
@@ -353,7 +353,7 @@ class Exits:
         return max(exit_codes)
 
     def _leave_session(self, session: Session, code: int, of_group: bool = False) -> int:
-        comm, state = session.comm, session.kept(CallState)
+        comm, state = session.comm, session.get_instance(CallState)
         if state.closing_error is None:
             agreement = Lockstep(session).leave_program(code, self.failure, of_group)
             if session is self.sessions[0]:
@@ -406,7 +406,7 @@ class Exits:
 
 def _await_others(session: Session) -> bool:
     """Sleep until all ranks have come to leave, or one makes a call; tell whether all have."""
-    closing_error = session.kept(CallState).closing_error
+    closing_error = session.get_instance(CallState).closing_error
     return closing_error is None and session.board.await_departure(session.calls + 1, LEAVE)
 
 

@@ -46,7 +46,10 @@ def compare_copies(lockstep: Lockstep) -> None:
     Raises:
       DivergenceError: They differ; on every rank, naming the ranks in the minority.
     """
-    registry, step_count = lockstep.session.kept(VariableRegistry), lockstep.state.step_count
+    registry, step_count = (
+        lockstep.session.get_instance(VariableRegistry),
+        lockstep.state.step_count,
+    )
     if not registry.created_count:
         return
     check_index = step_count // max(1, lockstep.options.check_every)
@@ -115,13 +118,13 @@ def warn_initial_values(
       digests: The digests of the initial values of all ranks.
     """
     registry.has_warned = True
-    texts = lockstep.gather_texts(callsite.where().encode())
-    ranks_by_position = callsite.grouped([text.decode() for text in texts], lockstep.ranks)
+    texts = lockstep.gather_texts(callsite.find_call_site().encode())
+    ranks_by_position = callsite.group_by_key([text.decode() for text in texts], lockstep.ranks)
     lines = [
         f"{position} on {callsite.ranks_text(ranks)}"
         for position, ranks in ranks_by_position.items()
     ]
-    creation_text = ", ".join(callsite.few(lines))
+    creation_text = ", ".join(callsite.shorten(lines))
     pairs = zip(lockstep.ranks, digests, strict=True)
     other_ranks = callsite.ranks_text(
         [rank for rank, rank_digest in pairs if rank_digest != digests[0]]

@@ -298,8 +298,8 @@ class Lockstep(Ranks):
           failure: The exception that it leaves with, if any.
           of_group: Ranks of another session, such as a trial, have agreed on the code.
         """
-        if self.session.awaited is not None:
-            self.session.awaited()
+        if self.session.await_borrowers is not None:
+            self.session.await_borrowers()
         self._set_call_seconds(None)
         message = shutdown.describe_departure(self.state, code, failure, of_group)
         self.session.board.enter(self.session.calls + 1, shutdown.LEAVE)

@@ -156,7 +156,7 @@ class Injection:
         """
         self.happened = False
         self._session, self._fault = session, fault
-        self._hooks = session.kept(FaultHooks)
+        self._hooks = session.get_instance(FaultHooks)
         self.skipped_call_count = skipped_call_count
         self._call, self._run_count = fault.call + skipped_call_count, 0
         self._is_leaving = False

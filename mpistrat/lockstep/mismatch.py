@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-from mpistrat.comm.callsite import few, ranks_text, where
+from mpistrat.comm.callsite import find_call_site, ranks_text, shorten
 from mpistrat.errors import (
     DivergenceError,
     LockstepError,
@@ -129,7 +129,7 @@ def explain_mismatch(lockstep: Ranks, call: str) -> LockstepError | DivergenceEr
     It is a DivergenceError where they differ only in the values given as ``same=``.
     """
     number = lockstep.session.calls
-    own_text = json.dumps([number, where(), call]).encode()
+    own_text = json.dumps([number, find_call_site(), call]).encode()
     ranks_by_text, other_ranks = lockstep.gather_distinct_texts(own_text)
     ranks_by_call = {
         _ReportedCall(*json.loads(text)): ranks for text, ranks in ranks_by_text.items()
@@ -139,7 +139,7 @@ def explain_mismatch(lockstep: Ranks, call: str) -> LockstepError | DivergenceEr
     summary = "values given as same= differ" if has_other_points else "collective calls differ"
     lines = [f"{summary} between ranks ({lockstep.rank_text}, call {number})"]
     call_lines = _list_calls(ranks_by_call, number)
-    lines += [f"  {line}" for line in few(call_lines, hidden=len(other_ranks))]
+    lines += [f"  {line}" for line in shorten(call_lines, hidden_count=len(other_ranks))]
     if has_other_points:
         return DivergenceError("\n".join([*lines, _POINTS_ADVICE]))
     if len({tuple(_WRITES.findall(reported.text)) for reported in ranks_by_call} - {()}) > 1:
@@ -198,7 +198,7 @@ def _compare_hyper_parameters(ranks_by_call: Mapping[_ReportedCall, list[int]]) 
         f"  {ranks_text(ranks)}: {', '.join(parameters[i] for i in differing)}"
         for parameters, ranks in parameters_of_ranks
     ]
-    return [*few(rank_lines), _HYPER_PARAMETERS_ADVICE]
+    return [*shorten(rank_lines), _HYPER_PARAMETERS_ADVICE]
 
 
 def _compare_buffers(ranks_by_call: Mapping[_ReportedCall, list[int]]) -> str:
@@ -278,7 +278,7 @@ def explain_failure(
     message = (
         f"replica {replica} raised {failure_fields['kind']} in {failure_fields['place']}: "
         f"{failure_fields['text']}{others_text}\n"
-        f"  This is replica {lockstep.comm.rank} of {lockstep.comm.size}, in {where()}, "
+        f"  This is replica {lockstep.comm.rank} of {lockstep.comm.size}, in {find_call_site()}, "
         f"{_shorten_around(call)}.\n  On replica {replica}:\n{failure_fields['traceback']}"
     )
     names = tuple(failure_fields["names"])
@@ -311,4 +311,4 @@ def gather_alarms(lockstep: Ranks, alarm: str) -> tuple[str, int]:
     ranks_by_text, other_ranks = lockstep.gather_distinct_texts(alarm.encode(errors="replace"))
     texts = sorted((rank, text) for text, ranks in ranks_by_text.items() for rank in ranks)
     lines = [f"rank {rank}: {text.decode()}" for rank, text in texts]
-    return "\n".join(few(lines, hidden=len(other_ranks))), texts[0][0]
+    return "\n".join(shorten(lines, hidden_count=len(other_ranks))), texts[0][0]

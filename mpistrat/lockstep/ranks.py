@@ -32,7 +32,7 @@ import numpy as np
 
 from mpistrat.arrays import Array
 from mpistrat.comm import callsite
-from mpistrat.comm.base import Comm, Ordered
+from mpistrat.comm.base import Comm, OrderedComm
 from mpistrat.comm.session import Session
 from mpistrat.config import Options
 from mpistrat.lockstep.frame import FRAME_RANKS
@@ -50,7 +50,7 @@ def is_in_library(frame: FrameType | None) -> bool:
     while frame is not None:
         name = frame.f_code.co_filename
         module = str(frame.f_globals.get("__name__", ""))
-        if callsite.ours(name) or module.split(".")[0] == "mpistrat":
+        if callsite.is_library_file(name) or module.split(".")[0] == "mpistrat":
             return True
         # The code of a named tuple has no file; it belongs to the code that makes one.
         is_named_tuple_code = module.startswith("namedtuple_")
@@ -429,7 +429,7 @@ def _create_watched_method(name: str) -> Callable[..., Any]:
         try:
             return getattr(self.inner, name)(*args)
         except BaseException as error:
-            self.session.kept(CallState).end_broken_call(self.session, error)
+            self.session.get_instance(CallState).end_broken_call(self.session, error)
             raise
         finally:
             self.session.board.leave()
@@ -502,10 +502,10 @@ class Ranks:
           order: The ranks in the order of the replicas; None for rank order.
         """
         self.session = session
-        self.state, self.hooks = session.kept(CallState), session.kept(FaultHooks)
+        self.state, self.hooks = session.get_instance(CallState), session.get_instance(FaultHooks)
         self.order = None if order is None else tuple(order)
         self.ranks = tuple(order or range(session.comm.size))
-        self._raw_comm = session.comm if order is None else Ordered(session.comm, order)
+        self._raw_comm = session.comm if order is None else OrderedComm(session.comm, order)
         self.comm: Comm = WatchedComm(session, self._raw_comm)
         # Ranks that explain a failure may be in calls of strategies of different orders.
         self._unordered = self.comm if order is None else WatchedComm(session)

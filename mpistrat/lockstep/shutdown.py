@@ -211,7 +211,9 @@ def _exchange(lockstep: Ranks, message: _Message, writes: Sequence[PendingWrite]
         failed = [in_job[rank] for rank in kinds.ranks_by_text.get(_encode_kind(cause), [speaker])]
         line = format_failure_line(failed, cause["kind"], cause["place"], cause["text"])
     elif not tally.all_leave:  # those that stay raise that some have left
-        position = lockstep.broadcast_text(tally.staying, callsite.where().encode()).decode()
+        position = lockstep.broadcast_text(
+            tally.staying, callsite.find_call_site().encode()
+        ).decode()
         departed_ranks = {rank for ranks in kinds.ranks_by_text.values() for rank in ranks}
         departed_ranks.update(kinds.other_ranks)
         staying = [in_job[rank] for rank in range(len(in_job)) if rank not in departed_ranks]
@@ -227,8 +229,8 @@ def _exchange(lockstep: Ranks, message: _Message, writes: Sequence[PendingWrite]
 def _describe_early_departure(kinds: DistinctTexts) -> str:
     """Return in words the ranks that have left while others had more to do."""
     departed_ranks = sorted(sum(kinds.ranks_by_text.values(), kinds.other_ranks))
-    codes = callsite.grouped(map(_describe_code, kinds.ranks_by_text), kinds.ranks_by_text)
-    codes_text = ", ".join(callsite.few(list(codes), hidden=len(kinds.other_ranks)))
+    codes = callsite.group_by_key(map(_describe_code, kinds.ranks_by_text), kinds.ranks_by_text)
+    codes_text = ", ".join(callsite.shorten(list(codes), hidden_count=len(kinds.other_ranks)))
     verb = "has" if len(departed_ranks) == 1 else "have"
     departed_text = callsite.ranks_text(departed_ranks)
     return (
@@ -309,7 +311,9 @@ def explain_departure(lockstep: Ranks, call: str, writes: Sequence[PendingWrite]
     undo_unlike_writes(writes, alike_write_count)
     state.exit_code = tally.exit_code()
     state.is_speaker = tally.staying == session.comm.rank
-    position_text = f"{lockstep.rank_text}, call {session.calls}: {callsite.where()} {call}"
+    position_text = (
+        f"{lockstep.rank_text}, call {session.calls}: {callsite.find_call_site()} {call}"
+    )
     if cause is not None and tally.raised_itself != _NO_RANK:
         rank = tally.raised_itself
         replica = lockstep.ranks.index(rank)

@@ -23,25 +23,25 @@ import numpy as np
 
 from mpistrat import config
 from mpistrat.comm.base import Comm
-from mpistrat.comm.callsite import few, grouped, ranks_text, where
+from mpistrat.comm.callsite import find_call_site, group_by_key, ranks_text, shorten
 from mpistrat.comm.mpi import MPIComm, ranks_of, world_size
-from mpistrat.comm.session import Session, default_parent, refuse_children, torchrun_error
+from mpistrat.comm.session import Session, check_not_child, find_default_parent, find_torchrun_error
 from mpistrat.config import (
-    KEEP,
+    KEEP_THREADS,
     MASK_BYTES,
     PREFIX,
     Options,
-    cores_of,
-    installed,
+    affinity_mask,
+    complete_masks,
+    cores_of_rank,
+    cpu_quota,
+    find_versions,
+    has_thread_variable,
     job_size,
     launched_by,
-    mask_of,
-    masks_with_unseen,
     node_size,
-    quota,
-    sets_threads,
-    share_of,
-    sharers_of,
+    ranks_sharing_cores,
+    threads_of_rank,
 )
 from mpistrat.errors import OptionError, PreflightError
 from mpistrat.kernels.threads import Team, limit_threads
@@ -64,7 +64,7 @@ _UNKNOWN = "It is not known which ranks are missing; one may have failed earlier
 
 @functools.cache
 def _versions() -> dict[str, str]:
-    installed_versions = installed(_PACKAGES)
+    installed_versions = find_versions(_PACKAGES)
     return {"Python": platform.python_version()} | {
         name: installed_versions.get(name, "not installed") for name in _PACKAGES
     }
@@ -100,9 +100,9 @@ def _raise_differences(lockstep: Lockstep, facts_of_ranks: list[dict[str, str]])
     lines = ["the ranks of this job do not run the same thing:"]
     for name in facts_of_ranks[0]:
         values = [facts.get(name, "unknown") for facts in facts_of_ranks]
-        ranks_by_value = grouped(values, range(len(values)))
+        ranks_by_value = group_by_key(values, range(len(values)))
         if len(ranks_by_value) > 1:
-            value_texts = few(
+            value_texts = shorten(
                 [f"{value} on {ranks_text(ranks)}" for value, ranks in ranks_by_value.items()]
             )
             lines.append(f"  {name}: {'; '.join(value_texts)}")
@@ -118,9 +118,9 @@ def begin_lockstep(comm: Any = None) -> Lockstep:
     """
     exits().kept_interrupt.arm()  # from the start of MPI on the others wait for this rank
     if comm is not None and not isinstance(comm, Comm):
-        refuse_children()
-    parent = default_parent() if comm is None else comm
-    lockstep = Lockstep(Session.on(parent, _watching_parent))
+        check_not_child()
+    parent = find_default_parent() if comm is None else comm
+    lockstep = Lockstep(Session.of_parent(parent, _watching_parent))
     if lockstep.session.is_initialized:
         _warn_of_late_options(lockstep)
     begin_session(lockstep)
@@ -133,7 +133,7 @@ def _warn_of_late_options(lockstep: Lockstep) -> None:
         return
     used_options = dataclasses.asdict(lockstep.session.options)
     try:
-        current_options = dataclasses.asdict(config.read())
+        current_options = dataclasses.asdict(config.read_options())
         changed_names = ", ".join(
             f"{PREFIX}{n.upper()}"
             for n, value in current_options.items()
@@ -152,7 +152,7 @@ def _warn_of_late_options(lockstep: Lockstep) -> None:
 
 def _watching_parent(parent: Any, purpose: str = "make a strategy") -> AbstractContextManager[None]:
     # Else it knows nothing of parts of the job, or has started it already.
-    is_whole_job = Session.largest() == 1 and parent.size == world_size()
+    is_whole_job = Session.find_largest_size() == 1 and parent.size == world_size()
     advice = f" `mpistrat run -n {parent.size}` names it, and ends the job at once."
     return watching_meeting_of(parent.rank, ranks_of(parent), purpose, advice * is_whole_job)
 
@@ -173,7 +173,7 @@ def watching_meeting_of(
     if list(in_job) != list(range(size)):
         rank_text += f" (rank {in_job[rank]} of the job)"
     return watching_meeting(
-        rank, size, rank_text, advice, _limits(config.patience()), purpose=purpose
+        rank, size, rank_text, advice, _limits(config.read_or_default()), purpose=purpose
     )
 
 
@@ -205,8 +205,9 @@ def watching_meeting(
         yield
         return
     meeting_over = threading.Event()
+    call_site = find_call_site()
     wait_text = (
-        f"mpistrat: {rank_text} has waited {{:g}} s in {where()} for all of them to {purpose}."
+        f"mpistrat: {rank_text} has waited {{:g}} s in {call_site} for all of them to {purpose}."
     )
     warning = f"{wait_text.format(limits.warn)} {_UNKNOWN}{advice}"
     ending = (
@@ -275,7 +276,7 @@ def begin_session(lockstep: Lockstep) -> None:
     failure: Exception | None = None
     fault = None
     try:
-        session.options = config.read()
+        session.options = config.read_options()
         fault = parse_fault(session.options.fault, _get_whole_job(session.comm))
     except OptionError as error:
         # Not raised yet: the ways out come first, or the other ranks would never learn of it.
@@ -321,7 +322,7 @@ def _arm_first(comm: Comm) -> None:
 
 def _find_rank_count_error(requested_size: int, size: int) -> PreflightError | None:
     """Return the error if a launcher has started more ranks than have found each other."""
-    if not requested_size and (error := torchrun_error(size)) is not None:
+    if not requested_size and (error := find_torchrun_error(size)) is not None:
         return error
     started = requested_size or (job_size() or 1 if size == 1 else size)
     if started == size:
@@ -338,7 +339,7 @@ def _find_rank_count_error(requested_size: int, size: int) -> PreflightError | N
 def _divide_cores(session: Session) -> None:
     """Give kernels, BLAS and other libraries their threads. Collective, once in a session."""
     masks, rank = _node_masks(session.comm)
-    threads = session.options.threads or cores_of(masks, rank, quota())
+    threads = session.options.threads or threads_of_rank(masks, rank, cpu_quota())
     session.team = Team(threads) if threads > 1 else None
     if isinstance(session.comm, MPIComm):
         _limit_libraries(session, masks, rank)
@@ -347,9 +348,9 @@ def _divide_cores(session: Session) -> None:
 def _node_masks(comm: Comm) -> tuple[list[int], int]:
     """Return the cores of each rank of this node, and the number of this rank. Collective."""
     if not isinstance(comm, MPIComm):  # threads of one process, which may use the same cores
-        return [mask_of()] * comm.size, comm.rank
+        return [affinity_mask()] * comm.size, comm.rank
     node = comm.by_node()
-    own_mask = np.frombuffer(mask_of().to_bytes(MASK_BYTES, "little"), np.uint8)
+    own_mask = np.frombuffer(affinity_mask().to_bytes(MASK_BYTES, "little"), np.uint8)
     all_masks = np.empty((node.size, MASK_BYTES), np.uint8)
     node.allgather(own_mask, all_masks)
     masks, rank = [int.from_bytes(mask.tobytes(), "little") for mask in all_masks], node.rank
@@ -374,15 +375,24 @@ def _limit_libraries(session: Session, masks: Sequence[int], rank: int) -> None:
       rank: The number of this rank among them.
     """
     thread_option = session.options.blas_threads
-    if thread_option == KEEP:
+    if thread_option == KEEP_THREADS:
         return
     if thread_option:
         limit_threads(thread_option)
         return
-    masks = masks_with_unseen(masks, rank, node_size(), os.cpu_count() or 1)
-    share = share_of(masks, rank, quota()) if len(sharers_of(masks, rank)) > 1 else _ALL_CORES
-    count = session.comm.reduced(share, "MIN")
-    if count < _ALL_CORES and not sets_threads() and limit_threads(count) and not session.comm.rank:
+    masks = complete_masks(masks, rank, node_size(), os.cpu_count() or 1)
+    share = (
+        cores_of_rank(masks, rank, cpu_quota())
+        if len(ranks_sharing_cores(masks, rank)) > 1
+        else _ALL_CORES
+    )
+    count = session.comm.reduce_integer(share, "MIN")
+    if (
+        count < _ALL_CORES
+        and not has_thread_variable()
+        and limit_threads(count)
+        and not session.comm.rank
+    ):
         say(
             f"mpistrat: BLAS, OpenMP and PyTorch use at most {count} thread{'s' * (count > 1)} in "
             "each rank, its share of the cores; OMP_NUM_THREADS, or MPISTRAT_BLAS_THREADS=keep, "

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 
-from mpistrat.comm.callsite import in_package, ours, ranks_text, where
-from mpistrat.config import patience
+from mpistrat.comm.callsite import find_call_site, is_library_file, is_package_file, ranks_text
+from mpistrat.config import read_or_default
 from mpistrat.errors import text_of
 
 _MAX_LIBRARY_FRAMES = 2  # frames of the library in all that is printed of one exception
@@ -49,7 +49,7 @@ def _hide_library_frames(
     is_hidden = False
     while trace is not None:
         name = trace.tb_frame.f_code.co_filename
-        is_hidden = in_package(name) or (is_hidden and name == contextlib.__file__)
+        is_hidden = is_package_file(name) or (is_hidden and name == contextlib.__file__)
         links.append((trace, is_hidden))
         trace = trace.tb_next
     keeps_last = is_hidden and frame_limit > 0
@@ -66,7 +66,7 @@ def shortened(error: BaseException) -> Iterator[None]:
 
     At most two stay: where the library has raised. ``MPISTRAT_TRACEBACK=full`` hides none.
     """
-    if patience().traceback == "full":
+    if read_or_default().traceback == "full":
         yield
         return
     traces = [(exception, exception.__traceback__) for exception in list_exceptions(error)]
@@ -108,12 +108,14 @@ def locate_failure(error: BaseException) -> str:
 
     If only installed packages were running, it is their innermost frame.
     """
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if not ours(f.filename)]
+    frames = [
+        f for f in traceback.extract_tb(error.__traceback__) if not is_library_file(f.filename)
+    ]
     installed_paths = _list_installed_paths()
     program_frames = [frame for frame in frames if not frame.filename.startswith(installed_paths)]
     shown_frames = program_frames or frames
     if not shown_frames:
-        return where()
+        return find_call_site()
     frame = shown_frames[-1]
     return f"{Path(frame.filename).name}:{frame.lineno} ({frame.name})"
 

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple, final
 
 import numpy as np
 
-from mpistrat.arrays import Array, is_real, whole_number
+from mpistrat.arrays import Array, check_int, is_real
 from mpistrat.errors import StructureError
 from mpistrat.metrics.metric import Metric, as_real, describe_first_bad
 from mpistrat.strategy.strategies import current_strategy
@@ -234,7 +234,7 @@ class AUC(_Binary):
     def __init__(self, name: str = "auc", num_thresholds: int = 200):
         """Create the variables."""
         with current_strategy()._replicas.lockstep.validating_collectively(f"AUC {name!r}"):
-            self.num_thresholds = whole_number(
+            self.num_thresholds = check_int(
                 f"AUC {name!r}: num_thresholds", num_thresholds, 2, ValueError
             )
         self.thresholds = np.arange(self.num_thresholds) / (self.num_thresholds - 1)

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from mpistrat import pytree
-from mpistrat.arrays import Array, as_array, as_dtype, is_bfloat16, quiet, whole_number
+from mpistrat.arrays import Array, as_array, as_dtype, check_int, is_bfloat16, quiet
 from mpistrat.collectives.dtypes import choose_wire_type
 from mpistrat.collectives.plan import Contribution
 from mpistrat.errors import LeafTypeError, StructureError
@@ -71,7 +71,7 @@ class Metric(abc.ABC):
     def __init_subclass__(cls, **more: Any) -> None:
         """Register metrics as leaves of trees."""
         super().__init_subclass__(**more)
-        pytree.leaf(cls)
+        pytree.register_leaf_class(cls)
 
     def __init__(self, name: str, zeros: Mapping[str, Any]):
         """Create the variables."""
@@ -223,7 +223,7 @@ class Metric(abc.ABC):
             regroup = self._strategy._replicas.regrouper
             regroup.check(f"{self._label}.update_state", [value])
             value = unwrap_value(value)
-        return as_array(value, name, lists=True)
+        return as_array(value, name, accepts_lists=True)
 
     def _broadcast_weights(self, sample_weight: Array, shape: tuple[int, ...]) -> Array:
         """Return the weight of every element, from one for all or one along the first axes."""
@@ -458,7 +458,7 @@ class Confusion(Metric):
     def __init__(self, classes: int, name: str = "confusion", dtype: DTypeLike = np.int64):
         """Create the variable."""
         with current_strategy()._replicas.lockstep.validating_collectively(f"Confusion {name!r}"):
-            self.classes = whole_number(f"Confusion {name!r}: classes", classes, 1, ValueError)
+            self.classes = check_int(f"Confusion {name!r}: classes", classes, 1, ValueError)
             matrix_dtype = as_dtype(dtype, f"Confusion {name!r}")
             if matrix_dtype not in (np.int64, np.float64):
                 raise LeafTypeError(

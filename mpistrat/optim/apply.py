@@ -101,8 +101,8 @@ def apply(
             state, gradients, listing, weight, is_replica_code=is_replica_code, step=progress.step
         )
         node = state.strategy._replicas.reducer.node
-        if node.arena.moving:
-            node.arena.check_still(name, gradient_call.dense_gradients)
+        if node.arena.moving_keys:
+            node.arena.check_not_moving(name, gradient_call.dense_gradients)
         if not gradient_call.update_plan.has_compiled:
             gradient_call.update_plan.compile(node.wire)
     except Exception as error:

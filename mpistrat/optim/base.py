@@ -33,7 +33,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, TypeVar, final
 
 from mpistrat import pytree
-from mpistrat.arrays import is_real, truth, whole
+from mpistrat.arrays import as_int, check_bool, is_real
 from mpistrat.kernels.jit import Kernel
 from mpistrat.optim.schedules import Schedule, check_value
 from mpistrat.optim.words import NamedArguments, suggest_names
@@ -245,7 +245,7 @@ class LossScale(NamedArguments):
     def __post_init__(self) -> None:
         """Check the factors."""
         are_reals = all(map(is_real, (self.start, self.growth, self.backoff, self.least)))
-        if not are_reals or whole(self.every) is None:
+        if not are_reals or as_int(self.every) is None:
             raise TypeError(f"{self}: expected numbers, and an integer for `every`.")
         has_valid_factors = self.growth >= 1.0 >= self.backoff > 0.0
         if not (
@@ -392,7 +392,7 @@ class OptimizerSettings(NamedArguments, abc.ABC):
     def __init_subclass__(cls, **more: Any) -> None:
         """Register optimizers as leaves of trees."""
         super().__init_subclass__(**more)
-        pytree.leaf(cls)
+        pytree.register_leaf_class(cls)
 
     @property
     @abc.abstractmethod
@@ -426,11 +426,11 @@ class OptimizerSettings(NamedArguments, abc.ABC):
                 bound = " and below 1" if upper_limit == 1.0 else " and finite"
                 raise ValueError(f"{self._quote(name)}: expected a number not below 0{bound}.")
         for name in [f.name for f in dataclasses.fields(self) if isinstance(f.default, bool)]:
-            flag = truth(f"{type(self).__name__}({name})", getattr(self, name))
+            flag = check_bool(f"{type(self).__name__}({name})", getattr(self, name))
             object.__setattr__(self, name, flag)
         for group in self.groups:
             self._check_group(group)
-        call_count = whole(self.accumulate)
+        call_count = as_int(self.accumulate)
         if call_count is None or call_count < 1:
             raise ValueError(f"{self._quote('accumulate')}: expected an integer, 1 or more.")
         object.__setattr__(self, "accumulate", call_count)

@@ -113,7 +113,7 @@ class FusedSmallVariables(NamedTuple):
         """Return the sum of squares of each gradient; only for several variables, with norms."""
         g = self._gather(gradients, transform)
         if transform.limit != math.inf:
-            clip.twin(
+            clip.reference(
                 g, transform.limit, float(np.finfo(g.dtype).max)
             )  # infinities stay, and are found
         assert self.square_sums is not None
@@ -145,7 +145,7 @@ class FusedSmallVariables(NamedTuple):
             self.pending[:] = 0
         if is_compiled:
             g = np.require(g, requirements=("A", "W"))
-        if is_guarded and not (is_all_finite(g) if is_compiled else is_all_finite.twin(g)):
+        if is_guarded and not (is_all_finite(g) if is_compiled else is_all_finite.reference(g)):
             return bisect.bisect(self.starts, int(np.argmin(np.isfinite(g)))) - 1
         if transform.limit != math.inf:
             g = np.clip(g, -transform.limit, transform.limit)
@@ -160,7 +160,7 @@ class FusedSmallVariables(NamedTuple):
             numbers = as_loop_numbers(scalars, w.dtype)
             self.reference(w, g, self.slots, numbers, 0, self.starts[-1])
             if ema is not None:
-                average.twin(w, ema, w.dtype.type(1.0 - self.optimizer.ema))
+                average.reference(w, ema, w.dtype.type(1.0 - self.optimizer.ema))
         if parts:
             for weight_array, part in zip(self.weights, parts, strict=True):
                 weight_array[:] = part
@@ -280,5 +280,5 @@ def _fuse_contiguously(targets: list[Any]) -> FusedSmallVariables:
 
 
 def _get_reference(rule: Rule) -> Callable[..., Any]:
-    reference: Callable[..., Any] = rule.update.twin
+    reference: Callable[..., Any] = rule.update.reference
     return reference.unguarded if isinstance(reference, Guarded) else reference

@@ -332,7 +332,7 @@ def _bind_step(block_loop: Callable[..., int], step: jit.Kernel[..., Any]) -> ji
 
 
 def _run_kernel(kernel: jit.Kernel[..., Any], is_compiled: bool, *arguments: object) -> Any:
-    return kernel(*arguments) if is_compiled else kernel.twin(*arguments)
+    return kernel(*arguments) if is_compiled else kernel.reference(*arguments)
 
 
 def accumulate(gradient: Gradient, is_compiled: bool = True) -> None:
@@ -451,17 +451,17 @@ def update(
         needs_mean = len(rows) > 1 or divisor != 1.0 or factors is not None
         g = rows[:, start : start + size]
         g = mean_rows(g, divisor, factors) if needs_mean else g[0]
-        if not (is_guarded or needs_mean) or is_all_finite.twin(g):
-            reference: Any = rule.update.twin
+        if not (is_guarded or needs_mean) or is_all_finite.reference(g):
+            reference: Any = rule.update.reference
             reference = reference.unguarded if type(reference) is Guarded else reference
             reference(w, g, slots, numbers, 0, size)
             if ema is not None:
-                average.twin(w, ema, dtype.type(1.0 - decay))
+                average.reference(w, ema, dtype.type(1.0 - decay))
             return 0
     new, reads = dtype.type(1.0 - decay), rule.needs_gradient
     average_slot = _empty_array(dtype) if ema is None else ema
     step = rule.update if rule.can_guard else _bind_step(_update_in_parts, rule.update)
-    span = BLOCK if is_compiled and jit.compiling() else REFERENCE_SPAN
+    span = BLOCK if is_compiled and jit.is_compiling() else REFERENCE_SPAN
     loop = _bind_step(_update_blocks, step)
     arguments = (w, slots, numbers, average_slot, new, reads, is_guarded and reads, span)
     return int(_run_kernel(loop, is_compiled, *gradient._loop_arguments(), *arguments))

@@ -57,7 +57,7 @@ from mpistrat.optim.update_plan import (
     UpdatePlan,
 )
 from mpistrat.optim.updating import Fetch
-from mpistrat.shm.arena import ArenaAddress
+from mpistrat.shm.arena import BufferAddress
 from mpistrat.strategy.replica_group import ReplicaGroup
 from mpistrat.variables import sparse, writes
 from mpistrat.variables.indexed_slices import IndexedSlices
@@ -231,7 +231,7 @@ def _locate_gradients(
 
 
 def _plan_in_place(
-    state: State, update_plan: UpdatePlan, homes: list[ArenaAddress]
+    state: State, update_plan: UpdatePlan, homes: list[BufferAddress]
 ) -> InPlaceGradients:
     node = state.strategy._replicas.reducer.node
     nodes = node.arena.nodes()
@@ -241,16 +241,18 @@ def _plan_in_place(
     # Parts that no other rank of the node reads.
     unshared_flags = [t.is_shared or nodes.node.size == 1 for t in update_plan.dense]
     remote_flags = [node.has_peers_for_all_ranks and is_unshared for is_unshared in unshared_flags]
-    reduced_flags = [nodes.nodes > 1 or (is_costly and not t.is_shared) for t in update_plan.dense]
+    reduced_flags = [
+        nodes.node_count > 1 or (is_costly and not t.is_shared) for t in update_plan.dense
+    ]
     reduced = [
         h
         for h, is_reduced, is_remote in zip(homes, reduced_flags, remote_flags, strict=True)
         if is_reduced and not is_remote
     ]
-    keys = [(id(h.block), h.place.matrix) for h in homes]
+    keys = [(id(h.block), h.position.matrix) for h in homes]
     matrices = {key: (weakref.ref(h.block), key[1]) for key, h in zip(keys, homes, strict=True)}
     matrix_indices = [list(matrices).index(key) for key in keys]
-    starts = [home.place.start for home in homes]
+    starts = [home.position.start for home in homes]
     runs = _group_runs(update_plan, matrix_indices, starts, reduced_flags)
     return InPlaceGradients(
         node.arena.generation,
@@ -307,7 +309,7 @@ def _reduce_in_place(
         factors, divisor = None, float(divisor)
         if column is not None:
             nodes = reducer.node.arena.nodes()
-            local_column = column if nodes.nodes == 1 else column[nodes.ranks]
+            local_column = column if nodes.node_count == 1 else column[nodes.ranks]
             factors = [factors_of(local_column, matrix.dtype) for matrix in matrices]
         means: list[Array | None] = [None] * len(in_place.columns)
         for i, low, high, members in in_place.runs:
@@ -328,7 +330,7 @@ def _reduce_in_place(
 
 def _average(rows: Array, factors: Array | None, divisor: float) -> Array:
     mean: Array = quiet().run(mean_rows, rows, divisor, factors)
-    if is_all_finite.twin(mean):
+    if is_all_finite.reference(mean):
         return mean
     total = np.empty((1, rows.shape[1]), rows.dtype)
     reduce_blocks(np.add, rows, total, factors, divisor)
@@ -365,7 +367,7 @@ def _make_fetch(
 
     def fetch(pieces: Sequence[tuple[int, int, int]]) -> None:
         slices = targets[pieces[0][0]].slices
-        peers = range(1 if slices is None else slices.lane.size)
+        peers = range(1 if slices is None else slices.peers.size)
         node.reduce_peer_columns(
             [[find_segment(piece, peer) for piece in pieces] for peer in peers]
         )

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, TypeAlias, final
 
-from mpistrat.arrays import is_real, whole
+from mpistrat.arrays import as_int, is_real
 from mpistrat.optim.words import NamedArguments
 
 __all__ = [
@@ -128,7 +128,7 @@ def _check_reals(owner: object, *field_names: str) -> None:
 def _check_positive(owner: object, *field_names: str) -> None:
     for name in field_names:
         value = getattr(owner, name)
-        count = whole(value)
+        count = as_int(value)
         if count is None or count < 1:
             raise ValueError(
                 f"{type(owner).__name__}({name}={value!r}): expected an integer, 1 or more."

@@ -24,7 +24,7 @@ from mpistrat.optim.base import limit_of
 from mpistrat.optim.fused import FusedSmallVariables, GradientTransform
 from mpistrat.optim.state import State, Target
 from mpistrat.optim.updating import THREADS
-from mpistrat.shm.arena import Block
+from mpistrat.shm.arena import SharedBuffers
 
 if TYPE_CHECKING:
     from mpistrat.optim.base import OptimizerSettings
@@ -211,7 +211,7 @@ class InPlaceGradients(NamedTuple):
 
     generation: int
     suffix: str
-    matrices: list[tuple[weakref.ref[Block], int]]
+    matrices: list[tuple[weakref.ref[SharedBuffers], int]]
     columns: list[GradientColumn]
     remote_indices: list[int]
     placed: InPlaceColumns | None

@@ -373,7 +373,7 @@ class Update:
                 remote_arrays.setdefault(1, []).append((i, target.w))
             else:  # as many pieces as the peer with the largest slice has
                 widest_part = target.peer_weights[: target.slices.widest]
-                remote_arrays.setdefault(target.slices.lane.size, []).append((i, widest_part))
+                remote_arrays.setdefault(target.slices.peers.size, []).append((i, widest_part))
         for peer_count, arrays in remote_arrays.items():
             for pieces in inter_node.cut_into_exchanges(arrays, BLOCK, peer_count):
                 assert self._fetch is not None
@@ -486,7 +486,7 @@ def _update_spread_rows(
     values = row_update.values[is_affected].reshape(-1)
     positions = (row_update.row_indices[is_affected, None] * width + np.arange(width)).reshape(-1)
     bounds = np.searchsorted(positions, cuts).tolist()
-    low, high = bounds[slices.lane.rank :][:2]
+    low, high = bounds[slices.peers.rank :][:2]
     local_positions, slots = positions[low:high] - slices.low, list(target.slot_parts)
     parts, gradients = [target.w, *slots], values[low:high]
     _update_elements(target, parts, local_positions, gradients, step=step, is_compiled=is_compiled)

@@ -1,15 +1,19 @@
-"""The shared memory of a session: what reductions pass through, and what programs write to.
+"""The shared memory of a session: rows through which reductions pass, and blocks of buffers.
 
-Variables that the ranks of a node have in common are in `mpistrat.shm.storage`.
+Storage of variables that the ranks of a node have in common is in `mpistrat.shm.storage`.
 
-Life of an `Arena`: it is made empty; at the first call that needs it, the ranks find out who shares
-a node; each block is made by a collective call, and lives as long as its arrays do; communicators
-go with the session. Nothing has a name, so nothing can be left behind, whatever becomes of ranks.
+Life of a `SharedMemory`: it is made empty; at the first call that needs it, the ranks find out who
+shares a node; each block is made by a collective call, and lives as long as its arrays do;
+communicators go with the session. Nothing has a name, so nothing can be left behind, whatever
+becomes of ranks. There is one for each session, so equal calls on two strategies use the same rows.
 
-Where the leaves of a tree are in a block of shared memory.
+No rank writes memory that another still reads. The rows of the small shared-memory algorithm have
+two sides, chosen by the parity of the call's number: a rank that has reached call k + 1 has
+finished call k, so side k is free in call k + 2. Result rows of the bucketed algorithm take turns
+in the same way; the row of a rank is read between two barriers only.
 
-A block has one matrix for each dtype, with one row for each rank of the node, so that a slice of
-columns is the same elements of the same leaves on every rank::
+A block of buffers has one matrix for each dtype, with one row for each rank of the node, so that a
+slice of columns is the same elements of the same leaves on every rank::
 
     float32   | w of rank 0          | b of rank 0 |      <- row 0
               | w of rank 1          | b of rank 1 |      <- row 1
@@ -31,16 +35,16 @@ from mpistrat.arrays import Array, spec_text
 from mpistrat.comm.base import Comm
 from mpistrat.errors import ContextError
 from mpistrat.shm.nodes import Nodes, find_nodes
-from mpistrat.shm.segments import touch
-from mpistrat.shm.storage import LEAST, Storages
+from mpistrat.shm.segments import populate
+from mpistrat.shm.storage import MIN_SHARED_NBYTES, StorageFactory
 
 LINE = 64  # bytes of a cache line, and the widest vector unit's alignment
 
 Specs = tuple[tuple[np.dtype[Any], tuple[int, ...]], ...]
 
 
-class Place(NamedTuple):
-    """Where one leaf lies.
+class BufferPosition(NamedTuple):
+    """The position of one leaf in the matrices of a block.
 
     Attributes:
       matrix: Which matrix.
@@ -70,80 +74,85 @@ class Matrix(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """A block as a whole.
+    """The layout of a block.
 
     Attributes:
       matrices: One for each dtype, in the order in which they first come.
-      places: One for each leaf.
+      positions: One for each leaf.
       nbytes: The size of the block.
     """
 
     matrices: tuple[Matrix, ...]
-    places: tuple[Place, ...]
+    positions: tuple[BufferPosition, ...]
     nbytes: int
 
     def step(self, matrix: int) -> int:
         """Return at multiples of how many columns leaves begin in that matrix."""
-        return _step(self.matrices[matrix].dtype)
+        return _elements_per_line(self.matrices[matrix].dtype)
 
 
-def _step(dtype: np.dtype[Any]) -> int:
+def _elements_per_line(dtype: np.dtype[Any]) -> int:
     return max(1, LINE // dtype.itemsize)
 
 
 @functools.lru_cache(maxsize=256)
-def lay_out(specs: Specs, rows: int) -> Layout:
-    """Return where leaves of these ``(dtype, shape)`` lie, with so many rows.
+def lay_out_buffers(specs: Specs, row_count: int) -> Layout:
+    """Return the layout of leaves of these ``(dtype, shape)``, with so many rows.
 
-    Each leaf begins on a cache line of its own. Small ones lie side by side, behind the large ones,
+    Each leaf begins on a cache line of its own. Small ones are side by side, behind the large ones,
     so that they can be read as one.
 
     Example:
       >>> f4 = np.dtype(np.float32)
-      >>> [place.start for place in lay_out(((f4, (3,)), (f4, (2, 2)), (f4, (200, 100))), 2).places]
+      >>> layout = lay_out_buffers(((f4, (3,)), (f4, (2, 2)), (f4, (200, 100))), 2)
+      >>> [position.start for position in layout.positions]
       [20000, 20016, 0]
     """
     columns = {dtype: 0 for dtype, _ in specs}
     sizes = [math.prod(shape) for _, shape in specs]
-    places: dict[int, Place] = {}
-    for i in sorted(range(len(specs)), key=lambda i: sizes[i] * specs[i][0].itemsize < LEAST):
+    positions: dict[int, BufferPosition] = {}
+    for i in sorted(
+        range(len(specs)), key=lambda i: sizes[i] * specs[i][0].itemsize < MIN_SHARED_NBYTES
+    ):
         dtype, shape = specs[i]
-        start, step = columns[dtype], _step(dtype)
-        places[i] = Place(list(columns).index(dtype), start, start + sizes[i], shape)
+        start, step = columns[dtype], _elements_per_line(dtype)
+        positions[i] = BufferPosition(list(columns).index(dtype), start, start + sizes[i], shape)
         columns[dtype] = -(-(start + sizes[i]) // step) * step
     matrices, offset = [], 0
     for dtype, width in columns.items():
         matrices.append(Matrix(dtype, width, offset))
-        offset += -(-width * dtype.itemsize * rows // LINE) * LINE
-    return Layout(tuple(matrices), tuple(places[i] for i in range(len(specs))), max(offset, LINE))
+        offset += -(-width * dtype.itemsize * row_count // LINE) * LINE
+    return Layout(
+        tuple(matrices), tuple(positions[i] for i in range(len(specs))), max(offset, LINE)
+    )
 
 
-def slice_of(rank: int, size: int, columns: int, dtype: np.dtype[Any]) -> tuple[int, int]:
-    """Return where the columns that one of `size` ranks reduces begin and end.
+def column_slice(rank: int, size: int, columns: int, dtype: np.dtype[Any]) -> tuple[int, int]:
+    """Return begin and end of the columns that one of `size` ranks reduces.
 
     They begin on cache lines, so that no two ranks write to one.
 
     Example:
-      >>> [slice_of(rank, 3, 100, np.dtype("f4")) for rank in range(3)]
+      >>> [column_slice(rank, 3, 100, np.dtype("f4")) for rank in range(3)]
       [(0, 32), (32, 64), (64, 100)]
     """
-    step = _step(dtype)
+    step = _elements_per_line(dtype)
     lines = -(-columns // step)
     low, high = lines * rank // size * step, lines * (rank + 1) // size * step
     return min(columns, low), min(columns, high)
 
 
-def slices_of(rank: int, size: int, layout: Layout) -> list[tuple[int, int]]:
+def byte_slices(rank: int, size: int, layout: Layout) -> list[tuple[int, int]]:
     """Return the bytes of a block that are in the columns of one rank, of all rows.
 
     Example:
-      >>> block = lay_out(((np.dtype("f4"), (100,)),), 2)
-      >>> [slices_of(rank, 2, block) for rank in range(2)]
+      >>> block = lay_out_buffers(((np.dtype("f4"), (100,)),), 2)
+      >>> [byte_slices(rank, 2, block) for rank in range(2)]
       [[(0, 192), (448, 640)], [(192, 448), (640, 896)]]
     """
     byte_ranges = []
     for dtype, columns, offset in layout.matrices:
-        low, high = slice_of(rank, size, columns, dtype)
+        low, high = column_slice(rank, size, columns, dtype)
         for row in range(size):
             start, stop = (
                 offset + (row * columns + column) * dtype.itemsize for column in (low, high)
@@ -154,105 +163,109 @@ def slices_of(rank: int, size: int, layout: Layout) -> list[tuple[int, int]]:
 
 # Two result rows beside the ranks' own: a rank that is ahead writes the one, while others that are
 # behind still read the other.
-_RESULTS = 2
+_RESULT_ROWS = 2
 # If all rows together are no more bytes than this, every rank reduces everything.
-_DIRECT = 256 * 1024
+_MAX_DIRECT_NBYTES = 256 * 1024
 
 
 @final
-class Block:
+class SharedBuffers:
     """Arrays of every rank of the node, where all of them can be read and reduced.
 
     Attributes:
       number: How many blocks had been made before; equal on all ranks.
-      layout: Where the leaves lie.
+      layout: The positions of the leaves.
       matrices: The matrices, with one row for each rank of the node.
     """
 
-    def __init__(self, number: int, layout: Layout, memory: memoryview, rows: int):
-        """Create a block of `rows` ranks in `memory`."""
+    def __init__(self, number: int, layout: Layout, memory: memoryview, row_count: int):
+        """Create a block of `row_count` ranks in `memory`."""
         self.number, self.layout = number, layout
         self.matrices = tuple(
-            np.frombuffer(memory, m.dtype, m.columns * rows, m.offset).reshape(rows, m.columns)
+            np.frombuffer(memory, m.dtype, m.columns * row_count, m.offset).reshape(
+                row_count, m.columns
+            )
             for m in layout.matrices
         )
 
-    def leaf(self, index: int, row: int) -> Array:
+    def leaf(self, index: int, row_index: int) -> Array:
         """Return leaf `index` of the rank whose row this is; a new writable view."""
-        place = self.layout.places[index]
-        return self.matrices[place.matrix][row, place.start : place.stop].reshape(place.shape)
+        position = self.layout.positions[index]
+        return self.matrices[position.matrix][row_index, position.start : position.stop].reshape(
+            position.shape
+        )
 
 
-class ArenaAddress(NamedTuple):
-    """Where an array of a block lies.
+class BufferAddress(NamedTuple):
+    """The address of an array: its block, and its number there.
 
     Attributes:
-      block: Which block.
-      leaf: Which of its leaves.
+      block: The block.
+      leaf: The number of the leaf in the block.
     """
 
-    block: Block
+    block: SharedBuffers
     leaf: int
 
     @property
     def key(self) -> tuple[int, int]:
-        """Which it is of all arrays of the arena."""
+        """A key that no other array of this memory has."""
         return self.block.number, self.leaf
 
     @property
     def matrix(self) -> Matrix:
         """The matrix that holds the leaf."""
-        return self.block.layout.matrices[self.place.matrix]
+        return self.block.layout.matrices[self.position.matrix]
 
     @property
-    def place(self) -> Place:
+    def position(self) -> BufferPosition:
         """The columns of the leaf."""
-        return self.block.layout.places[self.leaf]
+        return self.block.layout.positions[self.leaf]
 
 
 @final
-class Arena:
-    """The blocks of all strategies of a session.
+class SharedMemory:
+    """The shared memory of a session: blocks of buffers, and rows for reductions.
 
     Args:
       comm: Its ranks.
       per_node: Take so many consecutive ranks as one node; 0 to ask MPI.
 
     Attributes:
-      direct: How many bytes a row of `sides` has; 0 without `sides`. Equal on all ranks.
+      max_direct_nbytes: How many bytes a row of `sides` has; 0 without `sides`. Equal on all ranks.
       generation: Changes whenever an array of a block comes or goes.
-      refused: Some node has not had the memory; equal on all ranks.
-      moving: The arrays that an ``all_reduce_start`` is at work on, by their `ArenaAddress.key`.
+      is_refused: Some node has not got the memory; equal on all ranks.
+      moving_keys: The keys (`BufferAddress.key`) of arrays that an ``all_reduce_start`` works on.
     """
 
     def __init__(self, comm: Comm, per_node: int = 0):
-        """Create an arena without blocks. Not collective yet."""
+        """Create it without blocks. Not collective yet."""
         self._comm, self._per_node = comm, per_node
         self._nodes: Nodes | None = None
         self._count = 0
         self.generation = 0
-        # By address, and checked to be the same object: an address is used again after its array.
-        self._homes: dict[int, tuple[weakref.ref[Array], ArenaAddress]] = {}
+        # By id, and checked to be the same object: an id is used again after its array is gone.
+        self._addresses: dict[int, tuple[weakref.ref[Array], BufferAddress]] = {}
         self._scratch: memoryview | None = None
         self._sides_memory: memoryview | None = None
         self._has_sides = False  # or was refused the memory
-        self.direct = 0
+        self.max_direct_nbytes = 0
         self._sides: dict[np.dtype[Any], Array] = {}
-        self._rooms: dict[np.dtype[Any], Array] = {}
+        self._scratch_by_dtype: dict[np.dtype[Any], Array] = {}
         # There was no memory for scratch, so nothing is shared any more.
-        self.refused = False
-        self.moving: set[tuple[int, int]] = set()
+        self.is_refused = False
+        self.moving_keys: set[tuple[int, int]] = set()
         self._turn = 0
-        self.copies = Storages(comm, self.nodes, self._is_true_everywhere)
+        self.copies = StorageFactory(comm, self.nodes, self._is_true_everywhere)
 
     def nodes(self) -> Nodes:
-        """Return who shares a node. Collective the first time."""
+        """Return the ranks of this node and its peers. Collective the first time."""
         if self._nodes is None:
             self._nodes = find_nodes(self._comm, self._per_node)
         return self._nodes
 
     def free(self) -> None:
-        """Free the communicators. Collective; memory goes with whoever looks at it last."""
+        """Free the communicators. Collective; memory goes with its last reference."""
         if self._nodes is not None:
             self._nodes.free()
         self._nodes = None
@@ -267,40 +280,40 @@ class Arena:
           not the memory.
         """
         node = self.nodes().node
-        layout = lay_out(specs, node.size)
-        memory = self._shared(layout.nbytes, slices_of(node.rank, node.size, layout))
+        layout = lay_out_buffers(specs, node.size)
+        memory = self._shared(layout.nbytes, byte_slices(node.rank, node.size, layout))
         if memory is None:
             return None
         self._count += 1
-        block = Block(self._count, layout, memory, node.size)
+        block = SharedBuffers(self._count, layout, memory, node.size)
         arrays = [block.leaf(index, node.rank) for index in range(len(specs))]
         for index, array in enumerate(arrays):
-            self._remember(array, ArenaAddress(block, index))
+            self._remember(array, BufferAddress(block, index))
         return arrays
 
-    def _remember(self, array: Array, home: ArenaAddress) -> None:
-        key, homes = id(array), self._homes
+    def _remember(self, array: Array, address: BufferAddress) -> None:
+        array_id, addresses = id(array), self._addresses
 
-        def forget(_: Any) -> None:
-            homes.pop(key, None)
+        def forget(_: weakref.ref[Array]) -> None:
+            addresses.pop(array_id, None)
             self.generation += 1
 
         # Only this keeps the block: it goes when the last of its arrays is gone.
-        homes[key] = (weakref.ref(array, forget), home)
+        addresses[array_id] = (weakref.ref(array, forget), address)
         self.generation += 1
 
-    def home(self, array: Array) -> ArenaAddress | None:
+    def find_address(self, array: Array) -> BufferAddress | None:
         """Return the address of an array, or None if no block has it."""
-        home_entry = self._homes.get(id(array))
-        if home_entry is None or home_entry[0]() is not array:
+        entry = self._addresses.get(id(array))
+        if entry is None or entry[0]() is not array:
             return None
         # NumPy lets a program change the dtype or the shape of an array in place.
-        place, matrix = home_entry[1].place, home_entry[1].matrix
-        same = array.dtype == matrix.dtype and array.shape == place.shape
-        return home_entry[1] if same and array.flags.c_contiguous else None
+        position, matrix = entry[1].position, entry[1].matrix
+        same = array.dtype == matrix.dtype and array.shape == position.shape
+        return entry[1] if same and array.flags.c_contiguous else None
 
     def _is_true_everywhere(self, has_memory: bool) -> bool:
-        return bool(self._comm.reduced(int(has_memory), "MIN"))
+        return bool(self._comm.reduce_integer(int(has_memory), "MIN"))
 
     def _shared(self, nbytes: int, local_ranges: Iterable[tuple[int, int]]) -> memoryview | None:
         """Return memory of the node, or None on every rank of the job. Collective.
@@ -310,16 +323,16 @@ class Arena:
           local_ranges: The byte ranges that this rank reads and writes most.
         """
         memory = self.nodes().node.shared(nbytes)
-        has_memory = memory is not None and touch(memory, local_ranges)
+        has_memory = memory is not None and populate(memory, local_ranges)
         return memory if self._is_true_everywhere(has_memory) else None
 
-    def check_still(self, call: str, arrays: Iterable[Array]) -> None:
+    def check_not_moving(self, call: str, arrays: Iterable[Array]) -> None:
         """Raise ContextError if an ``all_reduce_start`` is still at work on one of these arrays."""
-        if not self.moving:
+        if not self.moving_keys:
             return
         for number, array in enumerate(arrays):
-            home = self.home(array)
-            if home is not None and home.key in self.moving:
+            address = self.find_address(array)
+            if address is not None and address.key in self.moving_keys:
                 raise ContextError(
                     f"{call}: array {number}, {spec_text(array)}, of Strategy.buffers is still in "
                     "use by all_reduce_start. Call wait() of its handle first."
@@ -331,33 +344,33 @@ class Arena:
 
     def _row(self) -> int:
         assert self._scratch is not None
-        return len(self._scratch) // (self.nodes().node.size + _RESULTS)
+        return len(self._scratch) // (self.nodes().node.size + _RESULT_ROWS)
 
     def make_room(self, nbytes: int) -> bool:
         """Have `scratch` of at least so many bytes per rank from now on, or tell that nobody can.
 
         Collective.
         """
-        if self.refused:
+        if self.is_refused:
             return False
         node = self.nodes().node
         row = 1 << max(16, (nbytes - 1).bit_length())
-        self._rooms.clear()
+        self._scratch_by_dtype.clear()
         self._scratch = None
-        self._scratch = self._rows(row, node.size + _RESULTS)
-        self.refused = self._scratch is None
-        if self.refused:
+        self._scratch = self._rows(row, node.size + _RESULT_ROWS)
+        self.is_refused = self._scratch is None
+        if self.is_refused:
             return False
         self.make_sides()
         return True
 
     def make_sides(self) -> None:
         """Make the double buffer, if there is one node with memory for it. Collective."""
-        if not self._has_sides and self.nodes().nodes == 1:
+        if not self._has_sides and self.nodes().node_count == 1:
             self._has_sides, size = True, self.nodes().node.size
-            row = max(LINE, _DIRECT // size // LINE * LINE)
+            row = max(LINE, _MAX_DIRECT_NBYTES // size // LINE * LINE)
             self._sides_memory = self._rows(row, 2 * size)
-            self.direct = 0 if self._sides_memory is None else row
+            self.max_direct_nbytes = 0 if self._sides_memory is None else row
 
     def _rows(self, nbytes: int, count: int) -> memoryview | None:
         # Each rank packs values into its own row; the rows of results take turns.
@@ -391,7 +404,7 @@ class Arena:
         ]
 
     def turn(self) -> int:
-        """Return which of the two result rows is next; called alike on all ranks."""
+        """Return the number of the next of the two result rows; all ranks call it alike."""
         self._turn ^= 1
         return self._turn
 
@@ -400,7 +413,7 @@ class Arena:
         side_matrices = self._sides.get(dtype)
         if side_matrices is None:
             assert self._sides_memory is not None
-            size, width = self.nodes().node.size, self.direct // dtype.itemsize
+            size, width = self.nodes().node.size, self.max_direct_nbytes // dtype.itemsize
             flat = np.frombuffer(self._sides_memory, dtype, 2 * size * width)
             side_matrices = self._sides[dtype] = flat.reshape(2, size, width)
         return side_matrices
@@ -408,12 +421,14 @@ class Arena:
     def scratch(self, dtype: np.dtype[Any]) -> Array:
         """Return the scratch memory as rows of `dtype`: one per rank of the node, two of results.
 
-        What is in it means something within one reduction only.
+        Its contents have a meaning within one reduction only.
         """
-        room = self._rooms.get(dtype)
-        if room is None:
+        scratch_rows = self._scratch_by_dtype.get(dtype)
+        if scratch_rows is None:
             assert self._scratch is not None
-            rows = self.nodes().node.size + _RESULTS
-            room = np.frombuffer(self._scratch, dtype, self._row() // dtype.itemsize * rows)
-            room = self._rooms[dtype] = room.reshape(rows, -1)
-        return room
+            row_count = self.nodes().node.size + _RESULT_ROWS
+            scratch_rows = np.frombuffer(
+                self._scratch, dtype, self._row() // dtype.itemsize * row_count
+            )
+            scratch_rows = self._scratch_by_dtype[dtype] = scratch_rows.reshape(row_count, -1)
+        return scratch_rows

@@ -1,12 +1,12 @@
-"""A second look at shared memory, in which a process can write for itself alone.
+"""A private mapping of shared memory, in which a process can write for itself alone.
 
-A private mapping of a file shows the file, as it is now, page by page until the process writes to a
-page: then it has a copy of that page (copy on write), until it gives the copy back. So a rank can
-try a write that the others have not agreed to, at the price of the pages that it touches, and views
-of the memory stay where they are.
+A private mapping of a file shows the present contents of the file, page by page, until the process
+writes to a page: then it has a copy of that page (copy on write), until it discards the copy. So a
+rank can try a write that the others have not agreed to, at the cost of the pages that it touches,
+and views of the memory stay where they are.
 
-That a page shows later changes until it is written to is what Linux does; POSIX leaves it open
-(mmap(2), MAP_PRIVATE). So `Overlay.shows_changes` looks.
+On Linux a page shows later changes until it is written to; POSIX leaves it open (mmap(2),
+MAP_PRIVATE). So `PrivateMapping.is_coherent` tests it when the memory is made.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ _NAMES = ("MAP_PRIVATE", "PROT_READ", "MADV_DONTNEED")
 _PRESENT, _OF_FILE = np.uint64(3 << 62), np.uint64(1 << 61)
 
 
-def tells_of_writes() -> bool:
-    """Tell whether `Overlay.written` can do its work on this system."""
+def can_detect_writes() -> bool:
+    """Return whether `PrivateMapping.find_written_pages` works on this system."""
     try:
-        _page_table(np.zeros(1).ctypes.data // mmap.PAGESIZE, 1)
+        _read_page_table(np.zeros(1).ctypes.data // mmap.PAGESIZE, 1)
     except OSError:
         return False
     return True
 
 
-def _page_table(first: int, count: int) -> Array:
+def _read_page_table(first_page: int, count: int) -> Array:
     table = os.open("/proc/self/pagemap", os.O_RDONLY | os.O_CLOEXEC)
     try:
-        entries = np.frombuffer(os.pread(table, 8 * count, 8 * first), np.uint64)
+        entries = np.frombuffer(os.pread(table, 8 * count, 8 * first_page), np.uint64)
     finally:
         os.close(table)
     if len(entries) != count:
@@ -48,11 +48,11 @@ def _page_table(first: int, count: int) -> Array:
 
 
 @final
-class _OverlayMemory:
-    """Memory of an overlay; NumPy keeps it for the arrays that look at it."""
+class _MappedMemory:
+    """Memory of a private mapping; NumPy keeps it for the arrays that view it."""
 
-    def __init__(self, overlay: Overlay, address: int, nbytes: int):
-        self._overlay = overlay
+    def __init__(self, private_mapping: PrivateMapping, address: int, nbytes: int):
+        self._private_mapping = private_mapping
         self.__array_interface__ = {
             "shape": (nbytes,),
             "typestr": "|u1",
@@ -62,24 +62,24 @@ class _OverlayMemory:
 
 
 @final
-class Overlay:
-    """A private mapping of a file, which cannot be written to but where it has been opened.
+class PrivateMapping:
+    """A private mapping of a file, read-only except for the pages that `map_private` opens.
 
     Args:
       fd: The file; not needed afterwards.
       size: How many bytes.
-      options: Further arguments of ``mmap.mmap``.
+      mmap_options: Further arguments of ``mmap.mmap``.
 
     Raises:
       OSError: The system cannot map it, or has no such mappings.
     """
 
-    def __init__(self, fd: int, size: int, options: dict[str, Any]):
+    def __init__(self, fd: int, size: int, mmap_options: dict[str, Any]):
         """Create the mapping."""
         if not all(hasattr(mmap, name) for name in _NAMES):
             raise OSError("this system has no private mappings that can be given back")
         flags, prot = mmap.MAP_PRIVATE, mmap.PROT_READ
-        self._map = mmap.mmap(fd, size, flags=flags, prot=prot, **options)
+        self._map = mmap.mmap(fd, size, flags=flags, prot=prot, **mmap_options)
         if hasattr(mmap, "MADV_DONTDUMP"):
             self._map.madvise(mmap.MADV_DONTDUMP)  # the shared mapping is in a dump already
         self._address = int(np.frombuffer(self._map, np.uint8).ctypes.data)
@@ -90,14 +90,14 @@ class Overlay:
         self._unlock.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 
     def view_bytes(self, start: int, stop: int) -> memoryview:
-        """Return what this process sees of these bytes. Memory that nothing can write to."""
+        """Return these bytes as this process sees them, as memory that cannot be written to."""
         return memoryview(self._map)[start:stop]
 
-    def lend(self, start: int, stop: int) -> Array:
+    def map_private(self, start: int, stop: int) -> Array:
         """Let this process write to these pages, for itself, from now on; return the bytes.
 
-        Later writes of others show in pages that it has not written to. Whoever holds the array
-        keeps the mapping.
+        Later writes of others show in pages that it has not written to. References to the array
+        keep the mapping.
 
         Args:
           start: The first byte, which begins a page.
@@ -107,25 +107,25 @@ class Overlay:
           OSError: The system refuses.
         """
         self._allow(start, -(-stop // mmap.PAGESIZE) * mmap.PAGESIZE, _READ | _WRITE)
-        return np.asarray(_OverlayMemory(self, self._address + start, stop - start))
+        return np.asarray(_MappedMemory(self, self._address + start, stop - start))
 
-    def written(self, start: int, stop: int) -> Array:
-        """Return which pages of these bytes this process has copies of, because it wrote to them.
+    def find_written_pages(self, start: int, stop: int) -> Array:
+        """Return a mask of the pages of these bytes that this process has written to.
 
         Args:
           start: The first byte, which begins a page.
           stop: The byte after the last.
 
         Raises:
-          OSError: The system does not say.
+          OSError: The system does not allow to read that.
         """
         first, count = (self._address + start) // mmap.PAGESIZE, -(-(stop - start) // mmap.PAGESIZE)
-        entries = _page_table(first, count)
+        entries = _read_page_table(first, count)
         copied_pages: Array = ((entries & _PRESENT) != 0) & ((entries & _OF_FILE) == 0)
         return copied_pages
 
-    def take_back(self, start: int, stop: int) -> None:
-        """Forget what this process has written to pages that were lent: they show the file."""
+    def discard_private(self, start: int, stop: int) -> None:
+        """Discard the private writes of this process: the pages show the file again."""
         size = -(-stop // mmap.PAGESIZE) * mmap.PAGESIZE - start
         try:
             self._map.madvise(mmap.MADV_DONTNEED, start, size)
@@ -134,8 +134,8 @@ class Overlay:
             self._map.madvise(mmap.MADV_DONTNEED, start, size)
 
     def close(self, start: int, stop: int) -> None:
-        """Take pages back, and let this process write to them no more."""
-        self.take_back(start, stop)
+        """Discard the private writes, and let this process write to the pages no more."""
+        self.discard_private(start, stop)
         self._allow(start, -(-stop // mmap.PAGESIZE) * mmap.PAGESIZE, _READ)
 
     def _allow(self, start: int, stop: int, protection: int) -> None:
@@ -147,8 +147,8 @@ class Overlay:
                 "writes before the others have agreed to it",
             )
 
-    def shows_changes(self, memory: memoryview, at: int) -> bool:
-        """Return whether the first page works as an overlay has to.
+    def is_coherent(self, memory: memoryview, at: int) -> bool:
+        """Return whether the first page shows later changes, and keeps private writes private.
 
         Args:
           memory: The shared mapping of the same file.
@@ -160,7 +160,7 @@ class Overlay:
             observed_values.append(first_page[at])  # the page is mapped before it changes
             memory[at] = 1
             observed_values.append(first_page[at])
-            self.lend(0, page)[at] = 2
+            self.map_private(0, page)[at] = 2
             observed_values += [first_page[at], memory[at]]
             self.close(0, page)
             observed_values.append(first_page[at])

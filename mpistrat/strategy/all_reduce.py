@@ -17,11 +17,11 @@ from mpistrat import pytree
 from mpistrat.arrays import (
     Array,
     dtype_name,
-    finish,
+    find_array_kind,
     is_masked,
     is_scalar,
-    kind_of,
     label,
+    restore_kind,
     spec_text,
 )
 from mpistrat.collectives.allreduce import start_all_reduce
@@ -36,7 +36,7 @@ from mpistrat.collectives.plan import (
 from mpistrat.collectives.plan_cache import CallSignature, make_signature
 from mpistrat.collectives.results import copy_single_rank_values
 from mpistrat.collectives.weights import as_weight
-from mpistrat.comm.callsite import where
+from mpistrat.comm.callsite import find_call_site
 from mpistrat.errors import ContextError, LeafTypeError, StructureError
 from mpistrat.kernels.ops import ReduceOp
 from mpistrat.lockstep.handshake import Lockstep
@@ -84,7 +84,7 @@ class PreparedReduction(NamedTuple):
 
     def build_tree(self, totals: Sequence[Any]) -> Any:
         """Return results as a tree like the one that was given, of arrays of the same kinds."""
-        return pytree.unflatten(self.structure, list(map(finish, totals, self.leaves)))
+        return pytree.unflatten(self.structure, list(map(restore_kind, totals, self.leaves)))
 
 
 def _prepare_inputs(
@@ -214,7 +214,7 @@ def check_out(
       LeafTypeError: It is not an array, or masked, or of another shape or dtype.
       ValueError: It is read-only.
     """
-    library = kind_of(out_leaf)
+    library = find_array_kind(out_leaf)
     if library is not None:
         out_leaf = library.as_array(out_leaf, pytree.path_names(structure)[leaf_index])
     if is_masked(out_leaf):
@@ -349,7 +349,7 @@ class Handle:
     def __init__(self, lockstep: Lockstep, call: str, fetch_results: Callable[[], Any]):
         """Wait for `fetch_results`, which returns them when they are there."""
         self._lockstep, self._call, self._fetch_results = lockstep, call, fetch_results
-        self._call_line, run = where(), lockstep.state.run
+        self._call_line, run = find_call_site(), lockstep.state.run
         self._depth, self._is_done, self._is_abandoned = run.depth, False, False
         self._result: Any = None
         if run.depth:
@@ -451,13 +451,15 @@ def all_reduce_start(
         totals = group.make_reduction(plan)(inputs)
         fetch_totals = lambda: totals  # noqa: E731
     arena = group.reducer.node.arena
-    locations = [location for value in outs or () if (location := arena.home(value)) is not None]
+    locations = [
+        location for value in outs or () if (location := arena.find_address(value)) is not None
+    ]
     moving_keys = {location.key for location in locations}
-    arena.moving.update(moving_keys)
+    arena.moving_keys.update(moving_keys)
 
     def fetch_results() -> Any:
         totals = fetch_totals()
-        arena.moving.difference_update(moving_keys)
+        arena.moving_keys.difference_update(moving_keys)
         return prepared.build_tree(totals) if out is None else out
 
     return Handle(lockstep, plan.text, fetch_results)

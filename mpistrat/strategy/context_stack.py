@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, final
 
 from mpistrat import advice
-from mpistrat.comm.session import size_of_job
+from mpistrat.comm.session import known_job_size
 from mpistrat.errors import ContextError, StrategyError
 from mpistrat.lockstep import exits
 from mpistrat.variables.kinds import SINGLE_REPLICA, DistributedVariable
@@ -309,7 +309,7 @@ def require_chosen_strategy(call: str, remedy: str = _IN_RUN_ADVICE) -> None:
     """
     if current_context() is not None or _is_default_chosen.get():
         return
-    size = size_of_job()
+    size = known_job_size()
     if size > 1:
         raise ContextError(
             f"{call} was called where no strategy is in scope, in a job of {size} ranks: each "

@@ -9,7 +9,7 @@ from typing import Any, final
 import numpy as np
 
 from mpistrat import pytree
-from mpistrat.arrays import whole
+from mpistrat.arrays import as_int
 from mpistrat.collectives.communication import CommunicationOptions
 from mpistrat.kernels.ops import ReduceOp
 from mpistrat.strategy.context_stack import require_chosen_strategy
@@ -306,7 +306,7 @@ class ReductionToOneDevice(_LibraryOps):
     ):
         """Add up by `accumulation_fn`, if there is one."""
         device: Any = reduce_to_device
-        if whole(device) is None and not isinstance(device, str | None):
+        if as_int(device) is None and not isinstance(device, str | None):
             raise ValueError(
                 "reduce_to_device must be the label of a device or the number of a rank, got "
                 f"{reduce_to_device!r:.80}."
@@ -409,6 +409,6 @@ def _check_packs(name: str, count: object) -> None:
 
 
 def _check_count(prefix: str, suffix: str, count: object) -> None:
-    number = whole(count)
+    number = as_int(count)
     if number is None or number < 0:
         raise ValueError(f"{prefix} {count!r:.80} {suffix}")

@@ -16,7 +16,7 @@ from typing import Any, final
 import numpy as np
 
 from mpistrat import pytree
-from mpistrat.arrays import Array, as_array, is_scalar, sealed, spec_text
+from mpistrat.arrays import Array, as_array, is_scalar, seal, spec_text
 from mpistrat.comm.serialization import decode, encode
 from mpistrat.errors import LockstepError, StrategyError, StructureError
 from mpistrat.lockstep.handshake import Lockstep
@@ -73,7 +73,7 @@ def mirror_tree(strategy: StrategyBase, tree: object) -> Any:
 
 
 def _seal_array(leaf: object) -> Any:
-    return sealed(leaf) if type(leaf) is np.ndarray else leaf
+    return seal(leaf) if type(leaf) is np.ndarray else leaf
 
 
 def update(
@@ -308,7 +308,7 @@ def broadcast(
         if is_number:
             return type(tensor)(array.item())
     elif is_number:
-        tag, content = encode(tensor, whole=True)
+        tag, content = encode(tensor, is_unlimited=True)
         return decode(
             tag, lockstep.gather_payloads(f"broadcast_to({type(tensor).__name__})", content)[0]
         )

@@ -408,7 +408,7 @@ class StrategyExtended(Generic[S_co]):
             gave.
         """
         base = value.base if isinstance(value, np.ndarray) else None
-        holder = self.strategy._replicas.lockstep.session.kept(
+        holder = self.strategy._replicas.lockstep.session.get_instance(
             VariableRegistry
         ).variables_by_array_id.get(id(base))
         return value if holder is None or not holder._is_base_of_views(base) else holder

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, final
 import numpy as np
 
 from mpistrat import pytree
-from mpistrat.arrays import truth
+from mpistrat.arrays import check_bool
 from mpistrat.data.dataset import Dataset
 from mpistrat.data.distributed import DistributedDataset, DistributedIterator, InputGate
 from mpistrat.data.iterators import ElementIterator
@@ -514,8 +514,8 @@ def _shard_dataset(
       DataError: Its elements are examples, and nobody said that this is meant.
     """
     shard_spec = _make_shard_spec(strategy)
-    is_dealt_singly = truth(f"{name}(unbatched)", unbatched)
-    is_compared = not truth(f"{name}(rows_may_differ)", rows_may_differ)
+    is_dealt_singly = check_bool(f"{name}(unbatched)", unbatched)
+    is_compared = not check_bool(f"{name}(rows_may_differ)", rows_may_differ)
     if not dataset.batched:
         if not is_dealt_singly:
             raise DataError(

@@ -15,13 +15,22 @@ from typing import Any
 import numpy as np
 
 from mpistrat import pytree
-from mpistrat.arrays import Array, as_array, digest, dtype_name, finish, kind_of, label, whole
+from mpistrat.arrays import (
+    Array,
+    as_array,
+    as_int,
+    digest,
+    dtype_name,
+    find_array_kind,
+    label,
+    restore_kind,
+)
 from mpistrat.collectives.dtypes import choose_wire_type
 from mpistrat.collectives.plan import Contribution
 from mpistrat.comm.serialization import decode_tree, encode_tree
 from mpistrat.data.pieces import find_row_bounds
 from mpistrat.errors import AxisError, DataError, StructureError
-from mpistrat.kernels.elementwise import multiply, real, rescue
+from mpistrat.kernels.elementwise import as_real, multiply, recompute_nonfinite_means
 from mpistrat.kernels.local_sums import local_sum
 from mpistrat.kernels.ops import ReduceOp
 from mpistrat.kernels.threads import Team
@@ -47,11 +56,11 @@ def _must_move(
     if isinstance(leaf, PerReplica) or (isinstance(leaf, DistributedVariable) and leaf._is_on_read):
         return True
     is_mirrored = isinstance(leaf, Mirrored | DistributedVariable)
-    if plain_rule is PlainValueRule.SAME or (is_mirrored and op.how.repeats):
+    if plain_rule is PlainValueRule.SAME or (is_mirrored and op._reduction.is_idempotent):
         return False
     if plain_rule is PlainValueRule.PER_REPLICA and not is_mirrored:
         return True
-    if op.how.repeats:
+    if op._reduction.is_idempotent:
         return False
     description = "the same on all replicas" if is_mirrored else "not a value per replica"
     raise StructureError(
@@ -96,7 +105,7 @@ def reduce_over_replicas(
     origin = f"{describe_provenances(leaves)}{plain_text}"
     totals = iter(all_reduce_leaves(group, call, op, contributions, origin_text=origin))
     results = [
-        finish(next(totals), local_value) if is_moving else local_value
+        restore_kind(next(totals), local_value) if is_moving else local_value
         for local_value, is_moving in zip(local_values, moving_flags, strict=True)
     ]
     if should_mirror:
@@ -186,7 +195,7 @@ def reduce_over_axis(
         )
     call = f"reduce({op.value}, axis={axis_numbers}, {pytree.describe(structure)})"
     origin = describe_provenances(leaves)
-    if op.how.repeats and op is not ReduceOp.MEAN:
+    if op._reduction.is_idempotent and op is not ReduceOp.MEAN:
         _refuse_empty(group, call + origin, contributions, paths)
     totals = group.all_reduce_contributions(call, op, contributions, origin=origin)
     if op is ReduceOp.MEAN:
@@ -200,7 +209,7 @@ def reduce_over_axis(
             origin=origin,
         )
     pairs = zip(totals, local_values, strict=True)
-    results = [t[()] if kind_of(x) is None else finish(t, x) for t, x in pairs]
+    results = [t[()] if find_array_kind(x) is None else restore_kind(t, x) for t, x in pairs]
     return pytree.unflatten(structure, results)
 
 
@@ -246,7 +255,9 @@ def _recompute_overflowed_means(
     means = group.all_reduce_contributions(call, ReduceOp.MEAN, scaled_contributions, origin=origin)
     for i, mean in zip(infinite_indices, means, strict=True):
         with np.errstate(all="ignore"):
-            rescue(totals[i], real(mean).reshape(-1).__getitem__, 1.0, _OVERFLOW_SCALE)
+            recompute_nonfinite_means(
+                totals[i], as_real(mean).reshape(-1).__getitem__, 1.0, _OVERFLOW_SCALE
+            )
 
 
 def _reduce_locally(
@@ -260,9 +271,9 @@ def _reduce_locally(
         total, count = local_sum(array, axes, dtypes.wire, team)
         return Contribution(total, dtypes, count, spec)
     count = int(np.prod([array.shape[a] for a in axes], dtype=np.int64))
-    start = op.how.start(dtypes.wire)
+    start = op._reduction.identity(dtypes.wire)
     with np.errstate(all="ignore"):
-        total = op.how.ufunc.reduce(array, axis=axes, dtype=dtypes.wire, initial=start)
+        total = op._reduction.ufunc.reduce(array, axis=axes, dtype=dtypes.wire, initial=start)
     return Contribution(np.asarray(total), dtypes, count, spec)
 
 
@@ -332,7 +343,7 @@ def gather(group: ReplicaGroup, name: str, value: object, axis: int, origin: str
     The text `origin` is added to the text of the call.
     """
     with group.lockstep.validating_collectively(name):
-        axis_index = whole(axis)
+        axis_index = as_int(axis)
         if axis_index is None:
             raise TypeError(f"{name}: axis must be an integer, not {axis!r:.60}.")
         axis = axis_index
@@ -347,7 +358,7 @@ def gather(group: ReplicaGroup, name: str, value: object, axis: int, origin: str
         axes = [_normalize_axis(name, a, axis, path) for a, path in zip(arrays, paths, strict=True)]
     call = f"{name}(axis={axis}, {pytree.describe(structure)}){origin}"
     results = group.reducer.all_gather(call, axes, arrays, paths)
-    return pytree.unflatten(structure, list(map(finish, results, copies)))
+    return pytree.unflatten(structure, list(map(restore_kind, results, copies)))
 
 
 def _refuse_slices(name: str, leaves: Sequence[Any]) -> None:
@@ -393,7 +404,11 @@ def gather_objects(group: ReplicaGroup, value: object) -> list[Any]:
 def _extract_array(leaf: object) -> Any:
     """Return the array of a variable or of another library; anything else unchanged."""
     value = leaf._component() if isinstance(leaf, DistributedVariable) else select_local(leaf)
-    return value if isinstance(value, np.ndarray) or kind_of(value) is None else as_array(value)
+    return (
+        value
+        if isinstance(value, np.ndarray) or find_array_kind(value) is None
+        else as_array(value)
+    )
 
 
 def local_rows(group: ReplicaGroup, tree: object) -> Any:

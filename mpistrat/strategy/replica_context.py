@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, NoReturn, final
 
 from mpistrat.advice import refuse_name
-from mpistrat.arrays import whole
+from mpistrat.arrays import as_int
 from mpistrat.collectives.communication import CommunicationOptions
 from mpistrat.errors import ContextError
 from mpistrat.kernels.ops import ReduceOp
@@ -140,7 +140,7 @@ class ReplicaContext:
           ValueError: The id is not an integer.
         """
         self._strategy = strategy
-        self._id = whole(replica_id_in_sync_group)
+        self._id = as_int(replica_id_in_sync_group)
         if self._id is None and replica_id_in_sync_group is not None:
             raise ValueError(
                 "replica_id_in_sync_group must be an integer or None, got "

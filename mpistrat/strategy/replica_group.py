@@ -29,7 +29,7 @@ from mpistrat.collectives.plan import Contribution, ReductionInputs, ReductionPl
 from mpistrat.collectives.plan_cache import PlanCache
 from mpistrat.collectives.reducer import Reducer
 from mpistrat.collectives.results import write_outs
-from mpistrat.comm.session import Session, alone
+from mpistrat.comm.session import Session, make_single_rank_comm
 from mpistrat.errors import StructureError
 from mpistrat.kernels.elementwise import multiply
 from mpistrat.kernels.ops import ReduceOp
@@ -228,7 +228,7 @@ class ReplicaGroup:
           order: The rank of each replica; None for rank order.
         """
         if view is SINGLE_REPLICA:
-            session = Session(alone(), owned=False)
+            session = Session(make_single_rank_comm(), is_owned=False)
             begin_session(Lockstep(session))
         else:
             session = begin_lockstep(parent).session

@@ -20,7 +20,7 @@ from typing import Any, final
 import numpy as np
 
 from mpistrat import pytree
-from mpistrat.arrays import digest, whole_number
+from mpistrat.arrays import check_int, digest
 from mpistrat.data.iterators import latest_iterator
 from mpistrat.errors import (
     ContextError,
@@ -135,7 +135,7 @@ def end_in_handshake(
     """
     lockstep = strategy._replicas.lockstep
     state = lockstep.state
-    if failure is not None or lockstep.session.awaited is not None:
+    if failure is not None or lockstep.session.await_borrowers is not None:
         lockstep.session.check()  # what other threads do in its name may be what it has failed with
     if state.run.pending_handles:
         failure = end_handles(lockstep, failure)
@@ -429,7 +429,7 @@ def run_steps(
     """
     lockstep = strategy._replicas.lockstep
     with lockstep.validating_collectively(_RUN_STEPS):
-        iterations = whole_number(f"{_RUN_STEPS}: iterations", iterations, 1, StructureError)
+        iterations = check_int(f"{_RUN_STEPS}: iterations", iterations, 1, StructureError)
         check_function(_RUN_STEPS, "fn", fn)
         if not hasattr(iterator, "__next__"):
             raise TypeError(

@@ -15,7 +15,16 @@ import numpy as np
 import xxhash
 
 from mpistrat import pytree
-from mpistrat.arrays import Array, as_array, bits, digest, finish, is_scalar, label, spec_text
+from mpistrat.arrays import (
+    Array,
+    as_array,
+    as_bytes,
+    digest,
+    is_scalar,
+    label,
+    restore_kind,
+    spec_text,
+)
 from mpistrat.collectives.layout import OWN_MESSAGE_NBYTES
 from mpistrat.collectives.plan import format_leaf
 from mpistrat.comm.base import Comm
@@ -86,7 +95,7 @@ def _convert_leaf(leaf: object, path: str) -> Array | EncodedValue:
             f"{label(path)} is IndexedSlices; expected an array or a number. Give its values and "
             "indices."
         )
-    return encode(leaf, whole=True) if type(leaf) in _PLAIN_TYPES else as_array(leaf, path)
+    return encode(leaf, is_unlimited=True) if type(leaf) in _PLAIN_TYPES else as_array(leaf, path)
 
 
 def broadcast_state(group: ReplicaGroup, tree: object, out: object) -> Any:
@@ -113,7 +122,7 @@ def broadcast_state(group: ReplicaGroup, tree: object, out: object) -> Any:
         return out
     arrays, plain_results = iter(buffers), iter(unpack(message))
     results = [
-        finish(next(arrays), leaf)
+        restore_kind(next(arrays), leaf)
         if isinstance(value, np.ndarray)
         else decode(*next(plain_results))
         for leaf, value in zip(map(select_local, prepared.leaves), prepared.values, strict=True)
@@ -305,12 +314,15 @@ def _describe_value(
     flat_index = int(lockstep.gather_texts(str(own_position).encode())[replica])
     index = tuple(map(int, np.unravel_index(flat_index, leaf_value.shape)))
     index_text = f" at index {index}" if index else ""
-    return index_text, f"{leaf_value[index]}\0{bits(leaf_value[index])[0, ::-1].tobytes().hex()}"
+    return (
+        index_text,
+        f"{leaf_value[index]}\0{as_bytes(leaf_value[index])[0, ::-1].tobytes().hex()}",
+    )
 
 
 def _find_first_difference(comm: Comm, array: Array) -> int:
     """Return the place of the first element whose bits are not replica 0's; 0 if all are."""
-    rows = bits(array)
+    rows = as_bytes(array)
     position = None
     step = max(1, _CHUNK_NBYTES // max(1, rows.shape[1]))
     for at in range(0, len(rows), step):
@@ -444,7 +456,7 @@ def _pack_tree(value: Any, value_label: str) -> tuple[bytes, bytes]:
     """Return a tree as `codec.encode` returns a value: a container is the pack of its parts."""
     if type(value) is dict and all(type(key) is str for key in value):
         entries = [
-            (encode(k, whole=True), _pack_tree(v, f"{value_label}[{k!r}]"))
+            (encode(k, is_unlimited=True), _pack_tree(v, f"{value_label}[{k!r}]"))
             for k, v in value.items()
         ]
         return b"D", pack([packed for entry in entries for packed in entry])
@@ -466,7 +478,7 @@ def _pack_tree(value: Any, value_label: str) -> tuple[bytes, bytes]:
                 "tuples of these."
             ) from error
         value = array[()] if is_scalar(value) else array  # an IntEnum is a number
-    return encode(value, whole=True)
+    return encode(value, is_unlimited=True)
 
 
 def _unpack_tree(tag: bytes, content: bytes) -> Any:

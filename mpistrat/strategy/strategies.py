@@ -19,8 +19,8 @@ from mpistrat.collectives.communication import (
     CommunicationOptions,
     as_implementation,
 )
-from mpistrat.comm.callsite import few, grouped, ranks_text
-from mpistrat.comm.session import size_of_job
+from mpistrat.comm.callsite import group_by_key, ranks_text, shorten
+from mpistrat.comm.session import known_job_size
 from mpistrat.lockstep.guards import warn
 from mpistrat.strategy.context_stack import current_context, require_chosen_strategy
 from mpistrat.strategy.replica_group import CrossDeviceOpsBase, ReplicaGroup
@@ -124,11 +124,11 @@ def describe_misfit(tasks: Sequence[Task], job_size: int) -> str:
       >>> misfit([Task("worker", 0, 2, True), Task("worker", 1, 2)], 2)
       ''
     """
-    ranks = grouped([str(task) if task.kind else "" for task in tasks], range(len(tasks)))
+    ranks = group_by_key([str(task) if task.kind else "" for task in tasks], range(len(tasks)))
     shared_names = [
         (name, named_ranks) for name, named_ranks in ranks.items() if name and named_ranks[1:]
     ]
-    faults = few(
+    faults = shorten(
         [f"{ranks_text(named_ranks)} are all called {name}" for name, named_ranks in shared_names]
     )
     counts = sorted({task.worker_count for task in tasks if task.kind in _WORKING_JOBS[:-1]})
@@ -264,7 +264,7 @@ class MultiWorkerMirroredStrategy(Strategy):
         lockstep.call_seconds = group.options.timeout_seconds
         super().__init__(group, (), cluster_resolver)
         messages = lockstep.gather_payloads(name, json.dumps(task).encode())
-        problem = describe_misfit([Task(*json.loads(text)) for text in messages], size_of_job())
+        problem = describe_misfit([Task(*json.loads(text)) for text in messages], known_job_size())
         if problem:
             warn(lockstep, name, problem, RuntimeWarning, 4)
 

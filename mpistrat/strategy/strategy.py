@@ -13,7 +13,7 @@ import numpy as np
 
 from mpistrat import pytree
 from mpistrat.advice import refuse_name
-from mpistrat.arrays import Array, check_travels, dtype_name, kind_of, label
+from mpistrat.arrays import Array, check_sendable, dtype_name, find_array_kind, label
 from mpistrat.collectives.communication import CommunicationOptions
 from mpistrat.data.dataset import Dataset
 from mpistrat.errors import LeafTypeError, StrategyError
@@ -54,7 +54,7 @@ def make_buffers(group: ReplicaGroup, name: str, specs: object) -> Any:
         if group.lockstep.comm.size > 1:
             group.reducer.node.warn_of_private_memory(name)
         arrays = [_make_aligned_array(dtype, shape) for dtype, shape in array_specs]
-    kinds = map(kind_of, leaves)
+    kinds = map(find_array_kind, leaves)
     buffers = [
         array if kind is None else kind.as_buffer(array)
         for kind, array in zip(kinds, arrays, strict=True)
@@ -63,7 +63,7 @@ def make_buffers(group: ReplicaGroup, name: str, specs: object) -> Any:
 
 
 def _read_spec(leaf: Any, path: str) -> ArraySpec:
-    library = kind_of(leaf)
+    library = find_array_kind(leaf)
     try:
         if library is not None:
             return library.spec(leaf, path)
@@ -73,7 +73,7 @@ def _read_spec(leaf: Any, path: str) -> ArraySpec:
             f"{label(path)} is {leaf!r:.60}; expected something with a dtype and a shape, such as "
             "an array or a variable."
         ) from None
-    check_travels(dtype, path)
+    check_sendable(dtype, path)
     if min(shape, default=0) < 0:
         raise LeafTypeError(f"{label(path)} has shape {shape}, which no array has.")
     if math.prod(shape) * dtype.itemsize * 1024 > sys.maxsize:

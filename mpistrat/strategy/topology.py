@@ -15,7 +15,7 @@ from typing import Any, NoReturn, final
 
 import numpy as np
 
-from mpistrat.arrays import Array, whole_number
+from mpistrat.arrays import Array, check_int
 from mpistrat.cluster.resolver import ClusterResolver
 from mpistrat.cluster.resolvers import default_resolver
 from mpistrat.errors import StructureError
@@ -112,7 +112,7 @@ class Topology:
         lockstep = begin_lockstep(comm)
         ranks = lockstep.comm
         with lockstep.validating_collectively("Topology.read"):
-            node_size = whole_number("ranks_per_node", ranks_per_node, 0)
+            node_size = check_int("ranks_per_node", ranks_per_node, 0)
             shape = _convert_integers("mesh_shape", mesh_shape, "(2, 2)")
         lockstep.handshake(f"Topology.read({shape}, {node_size})")
         nodes = find_nodes(ranks, node_size or lockstep.options.ranks_per_node)
@@ -470,7 +470,7 @@ class PlacedStrategy(Strategy):
         with group.lockstep.validating_collectively(name):
             check_class("tpu_cluster_resolver", tpu_cluster_resolver, ClusterResolver)
             check_class("device_assignment", device_assignment, DeviceAssignment)
-            steps = 1 if steps_per_run is None else whole_number("steps_per_run", steps_per_run, 1)
+            steps = 1 if steps_per_run is None else check_int("steps_per_run", steps_per_run, 1)
             if device_assignment is not None and len(device_assignment.ranks) != size:
                 raise ValueError(
                     f"device_assignment places {len(device_assignment.ranks)} replicas, but there "

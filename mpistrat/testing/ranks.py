@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 
 from mpistrat import pytree
-from mpistrat.arrays import as_array, digest, is_inexact, label, whole_number
-from mpistrat.comm.callsite import few, grouped, ranks_text
+from mpistrat.arrays import as_array, check_int, digest, is_inexact, label
+from mpistrat.comm.callsite import group_by_key, ranks_text, shorten
 from mpistrat.comm.loopback import Event, LoopbackComm, LoopbackWorld
-from mpistrat.comm.session import Session, as_world, default_parent
+from mpistrat.comm.session import Session, default_group, find_default_parent
 from mpistrat.errors import RemoteError
 from mpistrat.lockstep.ending import get_exit_code
 from mpistrat.lockstep.handshake import Lockstep
@@ -86,7 +86,7 @@ def run_ranks(
       True
     """
     __tracebackhide__ = True  # pytest shows no frame that has it
-    whole_number("run_ranks(fn, size, *args): size", size, 1, ValueError)
+    check_int("run_ranks(fn, size, *args): size", size, 1, ValueError)
     world = LoopbackWorld(size, patience=timeout, seed=seed)
     results: list[Any] = [None] * size
     errors: dict[int, BaseException] = {}
@@ -125,7 +125,7 @@ def _run_rank(
     failure: BaseException | None = None
     try:
         comm.world.begin(comm.rank)
-        with as_world(comm):
+        with default_group(comm):
             results[comm.rank] = fn(comm, *args)
     except BaseException as error:
         failure = errors[comm.rank] = error
@@ -141,7 +141,7 @@ def _run_rank(
 def _leave_session(comm: LoopbackComm, failure: BaseException | None) -> None:
     # Leaving is a collective call, here as under MPI, but only after a strategy was made.
     session: Session | None = vars(comm).get("session")
-    if session is not None and session.kept(CallState).closing_error is None:
+    if session is not None and session.get_instance(CallState).closing_error is None:
         Lockstep(session).leave_program(get_exit_code(failure), failure)
 
 
@@ -154,10 +154,10 @@ def _explain_failure(
     # In the order in which they failed; ranks that only heard of a failure come last.
     failed_ranks = sorted(errors, key=lambda rank: isinstance(errors[rank], RemoteError))
     texts = [f"{type(errors[rank]).__name__}: {errors[rank]}" for rank in failed_ranks]
-    lines = few(
+    lines = shorten(
         [
             f"{ranks_text(ranks)} raised {text}"
-            for text, ranks in grouped(texts, failed_ranks).items()
+            for text, ranks in group_by_key(texts, failed_ranks).items()
         ]
     )
     lines += [format_traceback(errors[rank]) for rank in failed_ranks[:1]]
@@ -183,7 +183,7 @@ def same(comm: Any, value: object, wanted: object = None) -> None:
     Raises:
       AssertionError: They differ; says on which ranks and in which leaf.
     """
-    lockstep = Lockstep(Session.on(comm))
+    lockstep = Lockstep(Session.of_parent(comm))
     with lockstep.validating_collectively("same"):
         leaves, structure = pytree.flatten(select_local(value))
         paths = pytree.path_names(structure)
@@ -271,7 +271,7 @@ def inject(fault: str, comm: Any = None) -> Iterator[Injection]:
       >>> run_ranks(program, 3)
       ['RemoteError', 'InjectedError', 'RemoteError']
     """
-    session = Session.on(default_parent() if comm is None else comm)
+    session = Session.of_parent(find_default_parent() if comm is None else comm)
     parsed_fault = parse_fault(fault, session.comm)
     if parsed_fault is None:
         raise ValueError("inject needs a fault, got an empty string.")

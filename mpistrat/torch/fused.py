@@ -24,8 +24,8 @@ from mpistrat.lockstep.guards import warn
 from mpistrat.optim.base import Progress
 from mpistrat.optim.optimizer import Optimizer
 from mpistrat.optim.state import State
-from mpistrat.shm.private_mapping import tells_of_writes
-from mpistrat.shm.storage import LEAST, NodeStorage
+from mpistrat.shm.private_mapping import can_detect_writes
+from mpistrat.shm.storage import MIN_SHARED_NBYTES, NodeStorage
 from mpistrat.strategy.all_reduce import all_reduce_tree
 from mpistrat.strategy.context_stack import enter_replica
 from mpistrat.torch.ddp.replicate import gradients_of
@@ -152,7 +152,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             if strategy.all_reduce("MAX", int(has_other_orders)):
                 gradients.allocate_buffers()
             copies = strategy._replicas.reducer.node.arena.copies
-            copies.sharing = self._agree_on_private_mappings()
+            copies.is_sharing_allowed = self._agree_on_private_mappings()
             try:
                 self.variables = {
                     name: _move_to_variable(name, p)
@@ -160,7 +160,7 @@ class FusedOptimizer(torch.optim.Optimizer):
                 }
                 self._optimizer_groups.optimizer.build(self.variables.values())
             finally:
-                copies.sharing = True
+                copies.is_sharing_allowed = True
         update_targets = self._state.targets
         settings_by_name = {
             name: update_targets[variable._number].optimizer
@@ -373,7 +373,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         if name is not None:
             raise _create_parameter_error(name, "was given other memory (p.data = ...)")
         for name, storage in self._shared_storages:
-            if storage.written():
+            if storage.has_private_writes():
                 raise _create_parameter_error(
                     name, "was written to by something else than this optimizer"
                 )
@@ -398,7 +398,9 @@ class FusedOptimizer(torch.optim.Optimizer):
         names = list(local_variables) if has_differences else []
         if not has_differences and interval and self._step_count % interval == 0:
             large_names = [
-                n for n, v in local_variables.items() if v._storage.array.nbytes >= LEAST
+                n
+                for n, v in local_variables.items()
+                if v._storage.array.nbytes >= MIN_SHARED_NBYTES
             ]
             names = large_names and [large_names[self._step_count // interval % len(large_names)]]
         if names:
@@ -416,7 +418,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         lockstep = strategy._replicas.lockstep
         if not lockstep.options.map_private:
             return False
-        all_can = bool(strategy.all_reduce("MIN", int(tells_of_writes())))
+        all_can = bool(strategy.all_reduce("MIN", int(can_detect_writes())))
         if not all_can:
             warn(
                 lockstep,
@@ -455,7 +457,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             for p, variable in pairs:
                 value = p.detach().contiguous().numpy().copy()
                 if isinstance(variable._storage, NodeStorage):
-                    variable._storage.take_back()
+                    variable._storage.discard_private()
                 variable.assign(value)
                 p.data = _view_as_tensor(variable)
         self._record_weights()
@@ -475,7 +477,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             n: v for n, v in self.variables.items() if not isinstance(v._storage, NodeStorage)
         }
         self._small_arrays = [
-            storage.array for storage in stored.values() if storage.array.nbytes < LEAST
+            storage.array for storage in stored.values() if storage.array.nbytes < MIN_SHARED_NBYTES
         ]
 
 
@@ -526,7 +528,7 @@ def _move_to_variable(name: str, p: torch.nn.Parameter) -> Variable:
 def _view_as_tensor(variable: Variable) -> Any:
     storage = variable._storage
     if isinstance(storage, NodeStorage):
-        return as_tensor(storage.lend().reshape(variable.shape))
+        return as_tensor(storage.map_private().reshape(variable.shape))
     return as_tensor(storage.array)
 
 

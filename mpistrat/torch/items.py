@@ -50,7 +50,7 @@ class _Items:
         row_numbers = tuple(map(int, row_numbers))
         if self._last_read[0] != row_numbers:
             items = self._read_items(list(row_numbers))
-            item_leaves = [pytree.up_to(self.structure, item, "an item") for item in items]
+            item_leaves = [pytree.flatten_up_to(self.structure, item, "an item") for item in items]
             columns = zip(*item_leaves, strict=True)
             self._last_read = (
                 row_numbers,

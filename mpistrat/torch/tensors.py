@@ -22,8 +22,8 @@ from mpistrat.torch.states import parts_of
 __all__ = [
     "as_array",
     "as_buffer",
-    "as_given",
     "as_tensor",
+    "convert_like",
     "parts_of",
     "permute_to_storage_order",
     "rows_of",
@@ -91,7 +91,7 @@ def _check_in_memory(value: object, path: str) -> None:
         )
 
 
-def as_given(result: Any, like: Any) -> Any:
+def convert_like(result: Any, like: Any) -> Any:
     """Return a tensor with the memory of `result`.
 
     Args:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mpistrat.arrays import whole_number
+from mpistrat.arrays import check_int
 from mpistrat.checkpoint.history import History
 from mpistrat.strategy.strategies import resolve_strategy
 from mpistrat.strategy.strategy import Strategy
@@ -165,7 +165,7 @@ def fit(
         max_to_keep=max_to_keep,
         monitor=monitor or ("loss" if validate is None else "validation/loss"),
         is_better=_comparison(mode),
-        patience=None if patience is None else whole_number("fit: patience", patience, 1),
+        patience=None if patience is None else check_int("fit: patience", patience, 1),
         keep_best=keep_best or restore_best,
         restore_best=restore_best,
         verbose=verbose,
@@ -183,7 +183,7 @@ def fit(
 
 
 def _limit(name: str, number: int | None) -> int | None:
-    return None if number is None else whole_number(f"fit: {name}", number, 0, ValueError)
+    return None if number is None else check_int(f"fit: {name}", number, 0, ValueError)
 
 
 def _check_together(

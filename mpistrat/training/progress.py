@@ -33,7 +33,7 @@ class ProgressBar:
         """Show a bar, if there is a terminal."""
         self._is_shown = is_shown
         self._bar: Any = None
-        if is_shown and (sys.stderr.isatty() or config.read().terminal):
+        if is_shown and (sys.stderr.isatty() or config.read_options().terminal):
             with contextlib.suppress(ImportError):
                 from tqdm import tqdm
 

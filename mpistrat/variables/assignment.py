@@ -102,7 +102,7 @@ def _convert_to_array(name: str, value: object) -> tuple[Array, bool]:
     """Return the contents of `value` as an array, and whether it was a list."""
     value = unwrap_value(value)
     is_list = isinstance(value, list | tuple)
-    return as_array(value, name, lists=True), is_list
+    return as_array(value, name, accepts_lists=True), is_list
 
 
 def _can_convert(array: Array, dtype: np.dtype[Any], is_list: bool) -> bool:

@@ -7,7 +7,7 @@ from typing import Any, final
 
 import numpy as np
 
-from mpistrat.arrays import Array, as_array, sizes, spec_text
+from mpistrat.arrays import Array, as_array, as_shape, spec_text
 from mpistrat.errors import LeafTypeError, StructureError
 from mpistrat.kernels.rows import is_narrow
 
@@ -38,8 +38,8 @@ class IndexedSlices:
 
     def __init__(self, values: Any, indices: object, dense_shape: Sequence[int] | None = None):
         """Hold the rows, not a copy of them."""
-        self._values = as_array(values, "values", lists=True)
-        self._indices = as_array(indices, "indices", lists=True)
+        self._values = as_array(values, "values", accepts_lists=True)
+        self._indices = as_array(indices, "indices", accepts_lists=True)
         if self._indices.size == 0 and isinstance(indices, list | tuple):
             self._indices = self._indices.astype(np.int64)
         if self._indices.dtype.kind not in "iu":
@@ -51,7 +51,7 @@ class IndexedSlices:
                 "IndexedSlices: expected one index for each row of values, got values of shape "
                 f"{self._values.shape} and indices of shape {self._indices.shape}."
             )
-        shape = None if dense_shape is None else sizes("IndexedSlices(dense_shape)", dense_shape)
+        shape = None if dense_shape is None else as_shape("IndexedSlices(dense_shape)", dense_shape)
         if shape is not None and (None in shape or shape[1:] != self._values.shape[1:]):
             raise StructureError(
                 f"IndexedSlices: rows of shape {self._values.shape[1:]} are no rows of a whole of "

@@ -18,7 +18,7 @@ import numpy as np
 from mpistrat import pytree
 from mpistrat.arrays import Array, quiet, spec_text
 from mpistrat.errors import StructureError
-from mpistrat.kernels.elementwise import usual_nan
+from mpistrat.kernels.elementwise import normalize_nans
 from mpistrat.shm.storage import Storage, Write
 
 
@@ -109,12 +109,12 @@ class DistributedVariable:
         Raises:
           StructureError: It is sharded over all ranks, so that there is no copy.
         """
-        if not self._storage.whole:
+        if not self._storage.is_complete:
             raise StructureError(
                 f"{self._label} is sharded over all ranks (shard='all'), so no rank has a "
                 "copy of it. Read it on every rank: v.numpy()."
             )
-        return self._storage.seen.view()
+        return self._storage.view.view()
 
     def _is_base_of_views(self, array: object) -> bool:
         """Tell whether `array` is the base of all views of this replica's copy."""
@@ -152,7 +152,7 @@ def _apply_ufunc(ufunc: np.ufunc, array: Array, new_values: Array, rows: Array |
                 ufunc.at(array, rows, new_values)
                 if array.dtype.kind == "c":  # where its loop depends on addresses, so NaN bits do
                     written_rows = array[rows]
-                    usual_nan(written_rows)
+                    normalize_nans(written_rows)
                     array[rows] = written_rows
 
 

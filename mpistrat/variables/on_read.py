@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from mpistrat.arrays import Array, bits
+from mpistrat.arrays import Array, as_bytes
 from mpistrat.lockstep.handshake import Lockstep
 from mpistrat.strategy.context_stack import copy_context, current_context
 from mpistrat.variables import sparse
@@ -142,7 +142,7 @@ def make_restored_copy(
     )
     if partials is not None and len(partials) == replica_count > 1:
         saved_copy: Array = partials[rank]
-        if np.array_equal(bits(reduce_array(saved_copy)), bits(value)):
+        if np.array_equal(as_bytes(reduce_array(saved_copy)), as_bytes(value)):
             return saved_copy
     return split_exactly(reduce_array, rank, replica_count, value)
 

@@ -7,7 +7,7 @@ from typing import Any, NoReturn, final
 
 import numpy as np
 
-from mpistrat.arrays import sealed
+from mpistrat.arrays import seal
 from mpistrat.variables.kinds import DistributedVariable
 from mpistrat.variables.values import ArrayOperators, DistributedValues
 
@@ -35,7 +35,7 @@ def _detach_result(result: Any) -> Any:
     """Return a read-only copy of a view of a variable's memory; anything else unchanged."""
     # An array without a base is no view of the variable's memory. A write to a copy would be lost.
     is_view = isinstance(result, np.ndarray) and result.base is not None
-    return sealed(result.copy()) if is_view else result
+    return seal(result.copy()) if is_view else result
 
 
 def _make_method(name: str) -> Callable[..., Any]:
@@ -214,7 +214,7 @@ class ReadableVariable(ArrayOperators, DistributedVariable):
 
     def __iter__(self) -> Iterator[Any]:
         """Iterate over the first axis of a copy of the value, which is read-only."""
-        return iter(sealed(self._read().copy()))
+        return iter(seal(self._read().copy()))
 
     def __setitem__(self, key: object, value: object) -> NoReturn:
         """Refuse: all replicas write together, so writing is a call and not an item.

@@ -129,7 +129,7 @@ def _encode_leaf(leaf: object, origin: Origin, should_unwrap_plain: bool) -> tup
         content = leaf.encode(errors="surrogatepass") if isinstance(leaf, str) else bytes(leaf)
         if type(leaf) is not str or len(content) > _MAX_SHORT_TEXT:
             return _digest_text(type(leaf), content)
-    return encode(leaf, whole=False)
+    return encode(leaf, is_unlimited=False)
 
 
 def _name_mirrored(mirrored: Mirrored, origin: Origin) -> bytes:
@@ -145,7 +145,7 @@ def _name_mirrored(mirrored: Mirrored, origin: Origin) -> bytes:
 
 def encode_order(tree: object) -> bytes:
     """Return a checksum of the order of keys in the dicts of a tree; empty without dicts."""
-    text = pytree.order(tree)
+    text = pytree.key_order_text(tree)
     return zlib.crc32(text.encode()).to_bytes(4, "little") if text else b""
 
 
@@ -198,10 +198,10 @@ def select_local(tree: Any) -> Any:
     tree_class = type(tree)
     if tree_class is PerReplica:
         return tree._local
-    if tree_class in pytree.WHOLE:
+    if tree_class in pytree.REPLICATED_LEAVES:
         return tree
     if tree_class is list or tuple in tree_class.__mro__:
-        if pytree.WHOLE.issuperset(map(type, tree)):
+        if pytree.REPLICATED_LEAVES.issuperset(map(type, tree)):
             return [*tree] if tree_class is list else tree
     elif (
         tree_class is not dict
@@ -320,7 +320,7 @@ class Regrouper:
             )
             if messages_or_none is not None:
                 leaves, structure = pytree.flatten(tree)
-                tree = pytree.unflatten(pytree.alike(structure), leaves)
+                tree = pytree.unflatten(pytree.with_sorted_keys(structure), leaves)
             return select_local(tree)
         summary = (
             self._none_summary
@@ -390,7 +390,7 @@ class Regrouper:
         if received is None:
             received = [summary.message] * self.size
         elif {message[1:start] for message in received} != {summary.order}:
-            structure = pytree.alike(structure)
+            structure = pytree.with_sorted_keys(structure)
         return structure, LeafMessages(received, start, len(summary.leaves))
 
     def _is_same(
@@ -558,10 +558,10 @@ class Regrouper:
 
 def _encode_value(value: object) -> tuple[bytes, bytes]:
     if not isinstance(value, IndexedSlices):
-        return encode(value, whole=True)
+        return encode(value, is_unlimited=True)
     shape = None if value.dense_shape is None else np.array(value.dense_shape, np.int64)
     arrays = (value.values, value.indices, shape)
-    return _SLICES_TAG, pack([encode(array, whole=True) for array in arrays])
+    return _SLICES_TAG, pack([encode(array, is_unlimited=True) for array in arrays])
 
 
 def _decode_value(tag: bytes, content: bytes) -> Any:

@@ -16,7 +16,7 @@ from mpistrat.collectives.dtypes import WireType, check_integer, choose_wire_typ
 from mpistrat.collectives.plan import Contribution
 from mpistrat.collectives.weights import normalize_weights, sum_weights
 from mpistrat.errors import StructureError
-from mpistrat.kernels.elementwise import divide, factors_of, multiply, real
+from mpistrat.kernels.elementwise import as_real, divide, factors_of, multiply
 from mpistrat.kernels.ops import ReduceOp
 from mpistrat.strategy.replica_group import ReplicaGroup
 from mpistrat.variables.indexed_slices import IndexedSlices
@@ -234,7 +234,7 @@ def _scale_to_mean(
         if row_shares is None:
             divide(means, rank_count)
         elif means.size:
-            rows = real(means).reshape(len(means), -1)
+            rows = as_real(means).reshape(len(means), -1)
             rows *= factors_of(row_shares, means.dtype)[:, None]
         mean_array: Array = means.astype(dtypes.result, copy=False)
     return mean_array

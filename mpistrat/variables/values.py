@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeAlias, final
 import numpy as np
 
 from mpistrat import pytree
-from mpistrat.arrays import label, sealed
+from mpistrat.arrays import label, seal
 from mpistrat.errors import StructureError
 from mpistrat.lockstep.handshake import Lockstep
 from mpistrat.lockstep.ranks import CallState
@@ -337,7 +337,7 @@ class PerReplica(DistributedValues, RefusedOperations):
         if spec:
             raise TypeError(f"a PerReplica cannot be formatted as {spec!r}: {_PER_REPLICA_ADVICE}")
         if self._origin is not None and self._origin.session.comm.rank == 0:
-            state = self._origin.session.kept(CallState)
+            state = self._origin.session.get_instance(CallState)
             is_new, state.has_warned_formatted = not state.has_warned_formatted, True
             if is_new:
                 text = (
@@ -435,7 +435,7 @@ class Mirrored(DistributedValues, ArrayOperators):
     ):
         """Create a value that is `value` on each of `replica_count` replicas."""
         is_sealed = handshake_name and isinstance(value, np.ndarray)
-        self._value: Any = sealed(value) if is_sealed else value
+        self._value: Any = seal(value) if is_sealed else value
         self._count = replica_count
         self._handshake_name, self._origin = handshake_name, origin
 
@@ -479,7 +479,7 @@ class Mirrored(DistributedValues, ArrayOperators):
         """Return the value as an array: a view, read-only if it is checked or a number."""
         # A view of it may be reshaped in place; what is not an array never changes.
         value = self._value
-        view = value.view() if isinstance(value, np.ndarray) else sealed(np.asarray(value))
+        view = value.view() if isinstance(value, np.ndarray) else seal(np.asarray(value))
         return np.array(view, dtype, copy=copy)
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
@@ -509,5 +509,5 @@ class Mirrored(DistributedValues, ArrayOperators):
         return "Mirrored:{\n" + ",\n".join(lines) + "\n}"
 
 
-pytree.leaf(PerReplica, whole=False)
-pytree.leaf(Mirrored, whole=False)
+pytree.register_leaf_class(PerReplica, is_replicated=False)
+pytree.register_leaf_class(Mirrored, is_replicated=False)

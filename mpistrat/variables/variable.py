@@ -8,7 +8,7 @@ import numpy as np
 from xxhash import xxh3_64_intdigest
 
 from mpistrat import pytree
-from mpistrat.arrays import Array, digest, sealed, spec_text
+from mpistrat.arrays import Array, digest, seal, spec_text
 from mpistrat.errors import ContextError, StructureError
 from mpistrat.lockstep.guards import VariableRegistry, warn_initial_values
 from mpistrat.shm import storage
@@ -115,7 +115,7 @@ class Variable(ReadableVariable, ScatterUpdates):
     def _register(self, call: str, has_initial_value: bool) -> None:
         """Make the variable one of the session; it gets replica 0's initial value if it has one."""
         lockstep = self.strategy._replicas.lockstep
-        registry = lockstep.session.kept(VariableRegistry)
+        registry = lockstep.session.get_instance(VariableRegistry)
         # Counted only once the handshake has passed: a creation that failed must not leave ranks
         # apart.
         self._number = registry.created_count + 1
@@ -132,18 +132,20 @@ class Variable(ReadableVariable, ScatterUpdates):
             text, digest([self._storage.array]) if should_compare else b""
         )
         registry.created_count = self._number
-        if self._storage.whole and (has_initial_value or not self._is_on_read):
+        if self._storage.is_complete and (has_initial_value or not self._is_on_read):
             node = self.strategy._replicas.reducer.node
             self._storage = node.create_storage(
                 call, self._storage.array, is_shared=not self._is_on_read
             )
         array, size = self._storage.array, lockstep.comm.size
-        self._is_large = not self._is_on_read and size > 1 and array.nbytes >= storage.LEAST
+        self._is_large = (
+            not self._is_on_read and size > 1 and array.nbytes >= storage.MIN_SHARED_NBYTES
+        )
         needs_equal_writes = self.aggregation is VariableAggregation.NONE and not self._is_on_read
         self._has_deferred_checks = needs_equal_writes and size > 1 and not self._is_large
         self._has_plain_bytes = array.dtype.kind in "biufc" and array.dtype.char not in "gG"
         registry.variables_by_array_id[id(self._storage.base)] = self
-        if not self._is_on_read and self._storage.whole:
+        if not self._is_on_read and self._storage.is_complete:
             registry.variables_by_number[self._number] = self
         if digests is not None:
             warn_initial_values(lockstep, registry, self._spec(), digests)
@@ -174,7 +176,7 @@ class Variable(ReadableVariable, ScatterUpdates):
         check_readable(self)
         duplicate = self.__copy__()
         memo[id(self)] = duplicate
-        value = self._storage.array if self._storage.whole else self._read()
+        value = self._storage.array if self._storage.is_complete else self._read()
         duplicate._storage = PrivateStorage(value.copy())
         duplicate._register(f"deepcopy of no. {self._number}", has_initial_value=False)
         return duplicate
@@ -245,8 +247,8 @@ class Variable(ReadableVariable, ScatterUpdates):
         context = current_context()
         if context is not None and context.strategy is not self.strategy:
             check_readable(self)
-        if not self._is_on_read and self._storage.whole:
-            array = self._storage.seen.view()
+        if not self._is_on_read and self._storage.is_complete:
+            array = self._storage.view.view()
         else:
             array = self._read_elsewhere(context)
         return array if dtype is None and not copy else self._convert_array(array, dtype, copy)
@@ -258,9 +260,9 @@ class Variable(ReadableVariable, ScatterUpdates):
         storage = self._storage
         if isinstance(storage, SpreadStorage):
             self.strategy._replicas.lockstep.handshake(f"read({self._spec()})")
-            return sealed(storage.read())
+            return seal(storage.read())
         if self.strategy._replicas.view is SINGLE_REPLICA or sees_own_copy(self, context):
-            return storage.seen.view()
+            return storage.view.view()
         return on_read.read_aggregated(self)
 
     def assign(
@@ -343,12 +345,12 @@ class Variable(ReadableVariable, ScatterUpdates):
         """Return name, kind and this replica's copy. Never communicates."""
         kinds = f"{self.synchronization.name}, {self.aggregation.name}"
         value_text = repr(self._storage.array)
-        if not self._storage.whole:
+        if not self._storage.is_complete:
             value_text = f"{spec_text(self._storage.array)}, sharded over all ranks"
         return f"Variable({self.name!r}, {kinds}, {value_text})"
 
 
-pytree.leaf(Variable)
+pytree.register_leaf_class(Variable)
 pytree.KEY_TEXTS[Variable] = Variable._spec
 pytree.KEY_TEXTS[Reference] = lambda reference: reference.deref()._spec()
 
@@ -387,7 +389,7 @@ def move_to_memory(variable: Variable, memory: Array) -> None:
     """
     memory[:] = variable._storage.array.reshape(-1)
     variable._storage = PrivateStorage(memory.reshape(variable.shape))
-    registry = variable.strategy._replicas.lockstep.session.kept(VariableRegistry)
+    registry = variable.strategy._replicas.lockstep.session.get_instance(VariableRegistry)
     registry.variables_by_array_id[id(variable._storage.base)] = variable
 
 

@@ -10,7 +10,7 @@ import xxhash
 
 from mpistrat import pytree
 from mpistrat.arrays import Array, as_array, digest, is_scalar, spec_text
-from mpistrat.comm.callsite import few, grouped, ranks_text
+from mpistrat.comm.callsite import group_by_key, ranks_text, shorten
 from mpistrat.comm.session import Session
 from mpistrat.errors import LeafTypeError, LockstepError
 from mpistrat.kernels.ops import ReduceOp
@@ -119,14 +119,14 @@ def _encode_content(content: Array | bytes) -> bytes:
 def _describe_differences(contents: Sequence[bytes], ranks: Sequence[int]) -> str:
     """Return a text of the different contents, and the ranks that have each."""
     texts: list[str] = []
-    for content, group_ranks in grouped(contents, ranks).items():
+    for content, group_ranks in group_by_key(contents, ranks).items():
         value_text = content[_DIGEST_NBYTES:].decode().strip()
         is_repeated = value_text and any(text.startswith(value_text) for text in texts)
         value_text = value_text or ("another value" if texts else "one value")
         texts.append(
             f"{value_text}{', but another,' if is_repeated else ''} on {ranks_text(group_ranks)}"
         )
-    return "; ".join(few(texts))
+    return "; ".join(shorten(texts))
 
 
 def broadcast_replica0(lockstep: Lockstep, call: str, array: Array) -> Array:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, final
 
-from mpistrat.comm.callsite import few, ranks_text
+from mpistrat.comm.callsite import ranks_text, shorten
 from mpistrat.watchdog.processes import (
     ComputeTracker,
     ReadProcess,
@@ -186,7 +186,7 @@ def _describe_waiting(diagnosis: Diagnosis) -> str:
         verb = "wait in" if len(ranks) > 1 else "waits in"
         position_text = position_text or f"call {get_call_number(diagnosis.key)}"
         waiting_texts.append(f"{ranks_text(ranks)} {verb} {position_text}")
-    return "; ".join(few(waiting_texts))
+    return "; ".join(shorten(waiting_texts))
 
 
 def _describe_ranks(diagnosis: Diagnosis, min_seconds: float) -> tuple[str, str]:
@@ -210,7 +210,7 @@ def _describe_ranks(diagnosis: Diagnosis, min_seconds: float) -> tuple[str, str]
         _describe_missing(status, diagnosis.key, min(diagnosis.seconds, status.age))
         for status in late_statuses
     ]
-    return "\n  ".join(few(lines)), _describe_waiting(diagnosis)
+    return "\n  ".join(shorten(lines)), _describe_waiting(diagnosis)
 
 
 def format_warning(diagnosis: Diagnosis, warn: float, timeout: float) -> str:

@@ -49,7 +49,7 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Final, NamedTuple, final
 
-from mpistrat.comm.callsite import compiles, motion_of, place_of, runs_of
+from mpistrat.comm.callsite import call_site_of, is_numba_on_stack, rank_runs, stack_fingerprint
 from mpistrat.watchdog.processes import get_current_frames, reading_frames
 
 SECOND_NS: Final = 1_000_000_000
@@ -511,7 +511,7 @@ _SHORTENINGS: tuple[Callable[[Status], Status], ...] = (
 
 def _keep_first_ranks(status: Status) -> Status:
     """Return a status with its first ranks only, so that it is never too long."""
-    runs = runs_of(status.ranks)[:_MAX_RUNS]
+    runs = rank_runs(status.ranks)[:_MAX_RUNS]
     return status._replace(ranks=tuple(r for first, last in runs for r in range(first, last + 1)))
 
 
@@ -538,7 +538,7 @@ def encode_statuses(statuses: Sequence[Status], max_nbytes: int) -> bytes:
 def _format_json(statuses: Iterable[Status]) -> bytes:
     fields = [
         [
-            runs_of(status.ranks),
+            rank_runs(status.ranks),
             *status[1:5],
             round(status.age, 3),
             *status[6:-2],
@@ -661,7 +661,7 @@ class Reporter:
             self._word, self._word_changed_ns = word, now_ns
         with reading_frames():
             frame = self.get_frame(self.thread)
-            position, motion = place_of(frame), motion_of(frame)
+            position, motion = call_site_of(frame), stack_fingerprint(frame)
             compiling_until_ns = self._predict_compile_end(now_ns, frame)
         texts = (word, position, slot.operation, text)
         if texts != self._written_texts and slot.write_texts(position, text):
@@ -675,7 +675,7 @@ class Reporter:
 
     def _predict_compile_end(self, now_ns: int, frame: FrameType | None) -> int:
         """Return until when this process is known to compile, or 0."""
-        if now_ns - self._word_changed_ns < _MIN_STAY_NS or not compiles(frame):
+        if now_ns - self._word_changed_ns < _MIN_STAY_NS or not is_numba_on_stack(frame):
             self._compiling_since_ns = 0
             return 0
         self._compiling_since_ns = self._compiling_since_ns or now_ns

@@ -421,8 +421,8 @@ class WatchedBoard(StatusBoard):
         node_board = NodeBoard(memory or memoryview(bytearray(node_board_nbytes(size))), size)
         board = WatchedBoard(node_board, index)
         board._nodes = nodes
-        if node.rank == 0 and nodes.lane is not None:
-            board._leader_comm = cast(MPIComm, nodes.lane).mpi
+        if node.rank == 0 and nodes.peers is not None:
+            board._leader_comm = cast(MPIComm, nodes.peers).mpi
         process = read_process(os.getpid())
         start_ticks = process.start_ticks if process else 0
         board.slot.open(comm.rank, os.getpid(), start_ticks, register_dump_signal())

@@ -161,7 +161,7 @@ def count(played: Played, counts: Counter[tuple[str, str]]) -> None:
     for _, op in program.ops():
         done = program.fault is None or op.key < program.fault.key
         counts["calls before the fault", op.kind] += done
-    counts["turns", "of a rank"] += sum(event.what == "continues" for event in played.trace)
+    counts["turns", "of a rank"] += sum(event.action == "continues" for event in played.trace)
     for kind in program.fault.kinds.values() if program.fault else ():
         counts["faults injected", kind] += 1
     for record in played.records.values():
@@ -174,7 +174,7 @@ def show(seed: int) -> int:
     played = run(seed)
     print(f"seed {seed}: {played.program}")
     for event in played.trace:
-        print(f"  rank {event.rank}: {event.what}")
+        print(f"  rank {event.rank}: {event.action}")
     for rank, record in sorted(played.records.items()):
         print(f"rank {rank} ended in step {record.at} with {type(record.error).__name__}")
     for problem in played.problems:

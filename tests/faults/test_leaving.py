@@ -331,8 +331,8 @@ def test_the_cause_is_told_where_python_stays_at_its_end(tmp_path, monkeypatch):
 def test_an_aborted_job_leaves_no_shared_memory(tmp_path):
     """Nor does one under a plain mpiexec; MPI itself removes its files at a regular end only."""
     how = (
-        "from mpistrat.config import shared_files\n"
-        "print('mapped', *shared_files(), flush=True)\n"
+        "from mpistrat.config import mapped_shm_files\n"
+        "print('mapped', *mapped_shm_files(), flush=True)\n"
         "main()"
     )
     code, said = told("raise ValueError", how, tmp_path)

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mpistrat.config import launched_by, passes_on_a_code
+from mpistrat.config import launched_by, passes_on_exit_code
 from mpistrat.launch.mpi_libraries import find_launcher
 
 HERE = Path(__file__).parent
@@ -88,7 +88,7 @@ def test_one_rank_that_waits_in_mpi_is_heard_at_once_and_all_leave(tmp_path):
     assert code == 42, err
     assert err.count("mpistrat: told to end (rank 1 by SIGUSR1): saved as") == 1
     # What MPICH prints of its own abort may be cut off, so only its absence can be asked for.
-    assert "Abort" not in err or not passes_on_a_code(rank_env())
+    assert "Abort" not in err or not passes_on_exit_code(rank_env())
     assert len(list((tmp_path / "saved").glob("ckpt-*.npz"))) == 1
 
 

@@ -122,7 +122,7 @@ ENV = {"PMI_RANK": "1", "PMI_SIZE": "2", "_MPISTRAT_RANK": "1 50 40"}
     ],
 )
 def test_whose_child_a_process_is(monkeypatch, env, processes, session, is_child):
-    monkeypatch.setattr(config, "_marked", [])
+    monkeypatch.setattr(config, "_marked_pids", [])
     monkeypatch.setattr(config, "_name_and_parent", processes.get)
     monkeypatch.setattr(os, "getpid", lambda: 99)
     monkeypatch.setattr(os, "getsid", lambda pid: session)

@@ -50,7 +50,7 @@ class Recorder(dict):
             return self._comm.allgather(item)
         self._meetings += 1
         # Negative numbers: the ranks' own meetings count upwards.
-        return self._comm.world.exchange_items(self._comm.rank, -self._meetings, "case", item)
+        return self._comm.world.exchange(self._comm.rank, -self._meetings, "case", item)
 
     def __call__(self, case: str, thunk: Callable[[], Any]) -> Any:
         """Write down what `thunk` returns or raises; return what it returned."""

@@ -72,7 +72,7 @@ def test_same_bits_as_a_fold_in_rank_order(strategy, how, dtype):
 
     assert strategy.run(fn).local
     node = strategy._replicas.reducer.node
-    assert size == 1 or (node.can_share_memory and node.arena.nodes().nodes == 1), (
+    assert size == 1 or (node.can_share_memory and node.arena.nodes().node_count == 1), (
         "not the path to test"
     )
 
@@ -132,7 +132,7 @@ def test_emulated_nodes(per_node, monkeypatch):
 
     strategy.run(fn)
     nodes = strategy._replicas.reducer.node.arena.nodes()
-    assert nodes.nodes == -(-group.size // per_node) or group.size == 1
+    assert nodes.node_count == -(-group.size // per_node) or group.size == 1
     group.Free()
 
 

@@ -176,7 +176,7 @@ def test_variables_without_names_that_differ(world, length):
     names = ["alpha", "beta"] if world.rank == 0 else ["beta", "alpha"]
     initial = {"alpha": np.ones(length), "beta": np.full(length, 2.0)}
     strategy = ms.MirroredStrategy()
-    strategy._replicas.lockstep.session.kept(VariableRegistry).has_warned = False
+    strategy._replicas.lockstep.session.get_instance(VariableRegistry).has_warned = False
     with strategy.scope():
         if world.size == 1:
             assert [ms.Variable(initial[name]).numpy()[0] for name in names] == [1.0, 2.0]

@@ -58,7 +58,7 @@ def test_all_ranks_train_as_one_loop_does(strategy, in_buffers, clip):
         ]
         np.testing.assert_allclose(v.numpy(), adam(np.ones(shape), means), 1e-11)
     strategy.check_same([v.numpy() for v in (*variables, *optimizer.variables)])
-    shares = strategy._replicas.reducer.node.arena.nodes().nodes < size
+    shares = strategy._replicas.reducer.node.arena.nodes().node_count < size
     assert isinstance(optimizer.slot(variables[0], "m")._storage, NodeStorage) == shares
 
 

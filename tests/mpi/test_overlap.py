@@ -100,7 +100,7 @@ def test_group_may_be_freed_and_made_again(world, monkeypatch):
 
 def test_patient_calls_have_the_bits_of_the_others(world):
     comm = MPIComm(world)
-    patient = comm.patient()
+    patient = comm.make_interruptible()
     for size in (3, 1000, 5000, 20_000, 200_000):
         send = np.random.default_rng([world.rank, size]).standard_normal(size)
         one, two = np.empty_like(send), np.empty_like(send)

@@ -144,7 +144,7 @@ def test_parts_of_a_communicator_have_its_limit(comm):
 def parent(world):
     """A communicator whose session gives MPI 7 elements of float64 at once, handshakes too."""
     made = world.Dup()
-    Session.on(made).comm.limit = 56
+    Session.of_parent(made).comm.limit = 56
     yield made
     made.Free()
 

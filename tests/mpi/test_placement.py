@@ -21,7 +21,7 @@ from mpistrat.shm.storage import NodeStorage
 pytestmark = [
     pytest.mark.mpi,
     pytest.mark.skipif(
-        not segments._populates(), reason="this system cannot take pages in advance"
+        not segments._can_populate(), reason="this system cannot take pages in advance"
     ),
 ]
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from mpistrat.comm.mpi import MPIComm
-from mpistrat.comm.point_to_point import Posts
+from mpistrat.comm.point_to_point import MessageChannel
 
 pytestmark = pytest.mark.mpi(min_size=2)
 
@@ -26,7 +26,7 @@ def wait(*posts):
 @pytest.mark.parametrize("count", [0, 10, 16, 45])
 @pytest.mark.parametrize("named", [True, False], ids=["named", "anyone"])
 def test_messages_come_in_pieces(comm, count, named):
-    posts = Posts(comm)
+    posts = MessageChannel(comm)
     after, before = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
     got = np.zeros(count, np.uint8)
     receive = posts.receive(got, before if named else None, 3)
@@ -39,19 +39,19 @@ def test_messages_come_in_pieces(comm, count, named):
 def test_ranks_in_another_order_send_messages_too(world):
     """A communicator made by a split, and duplicated: Open MPI says nothing of tags there."""
     turned = MPIComm(world).split(0, -world.rank)
-    posts = Posts(MPIComm(turned.mpi))
+    posts = MessageChannel(MPIComm(turned.mpi))
     got = np.zeros(1, np.uint8)
     after, before = (turned.rank + 1) % turned.size, (turned.rank - 1) % turned.size
     wait(posts.receive(got, before, 3), posts.send(np.array([turned.rank], np.uint8), after, 3))
     assert got[0] == before
-    group = turned.among(range(turned.size), 2**32)
+    group = turned.create_group(range(turned.size), 2**32)
     assert group.size == turned.size
     for comm in (group, posts, turned):
         comm.free()
 
 
 def test_what_is_given_up_takes_nothing_from_the_next(comm):
-    posts = Posts(comm)
+    posts = MessageChannel(comm)
     got = np.zeros(4, np.uint8)
     if comm.rank == 0:
         posts.receive(np.zeros(4, np.uint8), 1, 0).cancel()
@@ -82,6 +82,6 @@ def test_each_rank_gives_each_its_own(comm, scale):
 def test_groups_of_members_only(comm):
     ranks = list(range(0, comm.size, 2))[::-1]
     if comm.rank in ranks:
-        group = comm.among(ranks, 2**40)
+        group = comm.create_group(ranks, 2**40)
         assert (group.rank, group.size) == (ranks.index(comm.rank), len(ranks))
         group.free()

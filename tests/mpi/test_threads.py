@@ -27,15 +27,15 @@ def threads(parent):
 
 @pytest.mark.parametrize("cores", [1, 2, 5, 12, 1000])
 def test_ranks_that_may_use_the_same_cores_divide_them(world, parent, cores, monkeypatch):
-    monkeypatch.setattr("mpistrat.lockstep.startup.mask_of", lambda: (1 << cores) - 1)
-    monkeypatch.setattr("mpistrat.lockstep.startup.quota", lambda: 10_000.0)
+    monkeypatch.setattr("mpistrat.lockstep.startup.affinity_mask", lambda: (1 << cores) - 1)
+    monkeypatch.setattr("mpistrat.lockstep.startup.cpu_quota", lambda: 10_000.0)
     assert threads(parent) == max(1, min(16, cores // world.size))
 
 
 def test_ranks_that_are_bound_apart_have_all_of_their_own(world, parent, monkeypatch):
     mine = 0b111 << 8 * (world.rank // 2) + 500  # pairs of ranks share three cores
-    monkeypatch.setattr("mpistrat.lockstep.startup.mask_of", lambda: mine)
-    monkeypatch.setattr("mpistrat.lockstep.startup.quota", lambda: 10_000.0)
+    monkeypatch.setattr("mpistrat.lockstep.startup.affinity_mask", lambda: mine)
+    monkeypatch.setattr("mpistrat.lockstep.startup.cpu_quota", lambda: 10_000.0)
     alone = world.rank == world.size - 1 and world.size % 2 == 1
     assert threads(parent) == (3 if alone else 1)
 
@@ -47,7 +47,7 @@ def limits(monkeypatch):
     for name in THREAD_VARIABLES:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.delenv("MPISTRAT_BLAS_THREADS", raising=False)
-    monkeypatch.setattr("mpistrat.lockstep.startup.quota", lambda: 10_000.0)
+    monkeypatch.setattr("mpistrat.lockstep.startup.cpu_quota", lambda: 10_000.0)
     monkeypatch.setattr("mpistrat.lockstep.startup.node_size", lambda: 0)
     monkeypatch.setattr(
         "mpistrat.lockstep.startup.limit_threads", lambda count: bool(numbers.append(count)) or True
@@ -57,7 +57,7 @@ def limits(monkeypatch):
 
 @pytest.mark.parametrize("cores", [1, 2, 5, 64])
 def test_libraries_get_the_share_of_a_rank(world, parent, cores, limits, monkeypatch, capfd):
-    monkeypatch.setattr("mpistrat.lockstep.startup.mask_of", lambda: (1 << cores) - 1)
+    monkeypatch.setattr("mpistrat.lockstep.startup.affinity_mask", lambda: (1 << cores) - 1)
     threads(parent)
     assert limits == ([max(1, cores // world.size)] if world.size > 1 else [])
     said = capfd.readouterr().err
@@ -67,20 +67,20 @@ def test_libraries_get_the_share_of_a_rank(world, parent, cores, limits, monkeyp
 def test_all_ranks_have_the_least_share(world, parent, limits, monkeypatch):
     """Else what each of them computes for itself would have other bits."""
     mask = 0b11111111 if world.rank else 0b1111
-    monkeypatch.setattr("mpistrat.lockstep.startup.mask_of", lambda: mask)
+    monkeypatch.setattr("mpistrat.lockstep.startup.affinity_mask", lambda: mask)
     threads(parent)
     assert limits == ([max(1, 4 // world.size)] if world.size > 1 else [])
 
 
 def test_libraries_of_ranks_that_are_bound_apart_stay(world, parent, limits, monkeypatch):
-    monkeypatch.setattr("mpistrat.lockstep.startup.mask_of", lambda: 0b1111 << 4 * world.rank)
+    monkeypatch.setattr("mpistrat.lockstep.startup.affinity_mask", lambda: 0b1111 << 4 * world.rank)
     threads(parent)
     assert limits == []
 
 
 @pytest.mark.parametrize("variable", ["OMP_NUM_THREADS", "MPISTRAT_BLAS_THREADS"])
 def test_libraries_stay_where_the_user_says_so(world, parent, limits, variable, monkeypatch):
-    monkeypatch.setattr("mpistrat.lockstep.startup.mask_of", lambda: 0b1111)
+    monkeypatch.setattr("mpistrat.lockstep.startup.affinity_mask", lambda: 0b1111)
     monkeypatch.setenv(variable, "keep" if "BLAS" in variable else "4")
     threads(parent)
     assert limits == []
@@ -95,7 +95,7 @@ def test_a_number_of_the_user_holds_for_one_rank_too(world, parent, limits, monk
 
 
 def test_groups_of_one_rank_share_the_cores_of_their_node(world, limits, monkeypatch):
-    monkeypatch.setattr("mpistrat.lockstep.startup.mask_of", lambda: 0b1111)
+    monkeypatch.setattr("mpistrat.lockstep.startup.affinity_mask", lambda: 0b1111)
     monkeypatch.setattr("mpistrat.lockstep.startup.node_size", lambda: world.size)
     monkeypatch.setattr("os.cpu_count", lambda: 4)
     group = world.Split(world.rank)
@@ -106,7 +106,7 @@ def test_groups_of_one_rank_share_the_cores_of_their_node(world, limits, monkeyp
 
 @pytest.mark.parametrize("asked", [1, 2, 3, 5])
 def test_folds_have_the_bits_of_one_thread(world, parent, asked, monkeypatch):
-    monkeypatch.setattr(rows, "_PART", 5000)
+    monkeypatch.setattr(rows, "_MIN_PART_COLUMNS", 5000)
     monkeypatch.setenv("MPISTRAT_THREADS", str(asked))
     mine = [np.random.default_rng(r).standard_normal(150_001) for r in range(world.size)]
     want = mine[0].copy()

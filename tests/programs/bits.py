@@ -97,7 +97,7 @@ def main() -> None:
                     if any(other != mine for other in everyones):
                         raise SystemExit(f"ranks differ: {per_node} {dtype} {op} {way}")
                     hashes[f"{per_node} {dtype} {op} {way}"] = mine
-        nodes = strategy._replicas.reducer.node.arena.nodes().nodes
+        nodes = strategy._replicas.reducer.node.arena.nodes().node_count
         assert nodes == -(-group.size // per_node), "not the layout to test"
         group.Free()
     if MPI.COMM_WORLD.rank == 0:

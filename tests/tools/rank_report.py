@@ -81,8 +81,8 @@ class RankReporter:
         self._done = threading.Event()
         threading.Thread(target=self._watch, name="rank-report", daemon=True).start()
 
-    def _write(self, event: str, **more: Any) -> None:
-        self._log.write(json.dumps({"event": event, "test": self._test, **more}) + "\n")
+    def _write(self, event: str, **fields: Any) -> None:
+        self._log.write(json.dumps({"event": event, "test": self._test, **fields}) + "\n")
 
     def _watch(self) -> None:
         flag = self._directory / _FLAG

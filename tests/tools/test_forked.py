@@ -18,7 +18,7 @@ def test_how_it_ended(exit_code):
 def test_what_hangs_in_the_collector_is_not_called_there():
     lock = threading.Lock()
 
-    def wait(phase, info):
+    def wait(phase, collection):
         with lock:
             pass
 

@@ -20,7 +20,7 @@ from mpistrat.variables.regroup import Regrouper
 
 def _words(comm):
     """Return a strategy that believes its job to be larger than frames are for."""
-    lockstep = Lockstep(Session.on(comm), max_frame_ranks=1)
+    lockstep = Lockstep(Session.of_parent(comm), max_frame_ranks=1)
     reducer = Reducer(lockstep)
     return Strategy(
         ReplicaGroup(
@@ -52,5 +52,5 @@ def quick_collections():
 def kept(request, monkeypatch):
     """Have each rank keep copies of its own, or the ranks of a node one, however small."""
     if request.param == "common":
-        monkeypatch.setattr(storage, "LEAST", 0)
+        monkeypatch.setattr(storage, "MIN_SHARED_NBYTES", 0)
     return request.param

@@ -13,7 +13,7 @@ import pytest
 from every import every
 
 import mpistrat as ms
-from mpistrat.arrays import as_array, finish, quiet, spec_text
+from mpistrat.arrays import as_array, quiet, restore_kind, spec_text
 from mpistrat.errors import LeafTypeError
 
 NUMBERS = ["?", "b", "h", "i", "l", "q", "B", "H", "I", "L", "Q", "e", "f", "d", "g", "F", "D", "G"]
@@ -213,7 +213,7 @@ def test_what_is_no_array_and_no_number_is_said_to_be_none():
 
 
 def test_lists_are_arrays_where_they_are_wanted():
-    assert as_array([[1, 2], (3, 4)], lists=True).tolist() == [[1, 2], [3, 4]]
+    assert as_array([[1, 2], (3, 4)], accepts_lists=True).tolist() == [[1, 2], [3, 4]]
     ragged = [[1], [1, 2]]
     for make in (ms.Variable, lambda one: ms.Variable([0.0, 0.0]).assign(one)):
         with pytest.raises(LeafTypeError, match=r"'Variable:0' \(list\) cannot .*inhomogen"):
@@ -231,10 +231,10 @@ def test_a_lone_value_is_called_the_value():
 
 def test_numbers_come_back_as_numbers_and_arrays_as_arrays():
     result = np.array(2.5)
-    assert isinstance(finish(result, 1.0), np.float64)
-    assert isinstance(finish(result, np.float32(1)), np.float64)
-    assert isinstance(finish(result, np.array(1.0)), np.ndarray)
-    assert finish(np.ones(3), 1.0).shape == (3,)
+    assert isinstance(restore_kind(result, 1.0), np.float64)
+    assert isinstance(restore_kind(result, np.float32(1)), np.float64)
+    assert isinstance(restore_kind(result, np.array(1.0)), np.ndarray)
+    assert restore_kind(np.ones(3), 1.0).shape == (3,)
 
 
 def test_a_spec_names_dtype_and_shape():

@@ -13,7 +13,7 @@ from mpistrat import bytecode
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = "import sys, small, small.part.inner as i\nprint(i.NUMBER, type(i.__loader__).__name__)"
-USE = "from mpistrat.bytecode import use\nuse(__path__[0])\n"
+USE = "from mpistrat.bytecode import install_finder\ninstall_finder(__path__[0])\n"
 
 
 @pytest.fixture
@@ -38,31 +38,31 @@ def run(package, program=PROGRAM):
 class TestBytecode:
     def test_modules_come_from_the_file(self, package):
         assert run(package) == ["1", "SourceFileLoader"]
-        assert bytecode.write(str(package)) == bytecode.file_of(str(package))
+        assert bytecode.write_bundle(str(package)) == bytecode.bundle_path(str(package))
         assert run(package) == ["1", "_Loader"]
         names = [path.name for path in (package / "__pycache__").iterdir()]
         assert sum(name.startswith("all-modules") for name in names) == 1
 
     def test_an_edited_source_is_seen(self, package):
-        bytecode.write(str(package))
+        bytecode.write_bundle(str(package))
         (package / "part" / "inner.py").write_text("NUMBER = 2222\n")
         assert run(package)[0] == "2222"
         assert run(package)[0] == "2222"
 
     def test_a_new_module_is_found(self, package):
-        bytecode.write(str(package))
+        bytecode.write_bundle(str(package))
         (package / "later.py").write_text("NUMBER = 3\n")
         assert run(package, "import small.later as l; print(l.NUMBER)") == ["3"]
 
     @pytest.mark.parametrize("damage", [b"", b"\xff\n\n", b"small.part x\n\n", None])
     def test_a_damaged_file_costs_nothing_but_time(self, package, damage):
-        file = Path(bytecode.write(str(package)))
+        file = Path(bytecode.write_bundle(str(package)))
         data = file.read_bytes()
         file.write_bytes(data[: len(data) // 2] if damage is None else damage)
         assert run(package)[0] == "1"
 
     def test_tracebacks_and_sources_are_as_ever(self, package):
-        bytecode.write(str(package))
+        bytecode.write_bundle(str(package))
         told = run(
             package,
             "import inspect, traceback, small.part.inner as i\ntry: i.fail()\nexcept ValueError:"
@@ -75,4 +75,4 @@ class TestBytecode:
     def test_a_directory_that_cannot_be_written(self, package):
         (package / "__pycache__").write_text("a file")
         with pytest.raises(OSError):
-            bytecode.write(str(package))
+            bytecode.write_bundle(str(package))

@@ -114,7 +114,7 @@ def test_they_come_apart_and_together(kind):
     if kind in ("defaultdict", "Grouped"):
         assert again.default_factory is list
     assert pytree.map(lambda x: x + 1, tree)[0][key(tree[0], "b")] == 2
-    assert len(pytree.paths(tree)) == 2
+    assert len(pytree.leaf_paths(tree)) == 2
 
 
 @every("kind", KINDS)
@@ -411,7 +411,7 @@ class Unnamed:
 
 @pytest.mark.parametrize("make", [Unnamed, lambda: frozenset(["alpha", "beta", "gamma"])])
 def test_names_of_leaves_have_neither_addresses_nor_orders_of_sets(make):
-    names = {pytree.paths({make(): 1.0, "b": [2]})[0] for _ in range(3)}
+    names = {pytree.leaf_paths({make(): 1.0, "b": [2]})[0] for _ in range(3)}
     assert len(names) == 1
 
     def rank(comm):

@@ -42,7 +42,8 @@ def test_a_name_that_is_missing_is_missing():
 
 def test_names_of_a_package_in_an_archive(tmp_path, monkeypatch):
     with zipfile.ZipFile(tmp_path / "all.zip", "w") as archive:
-        lines = "from mpistrat.names import bound\n", "__all__, *_ = bound(__name__, __file__)"
+        call = "__all__, *_ = bind_public_names(__name__, __file__)"
+        lines = "from mpistrat.names import bind_public_names\n", call
         archive.writestr("zipped_package/__init__.py", "".join(lines))
         archive.writestr("zipped_package/__init__.pyi", "from math import tau as tau")
     monkeypatch.syspath_prepend(str(tmp_path / "all.zip"))

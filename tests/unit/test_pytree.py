@@ -34,7 +34,7 @@ Point = collections.namedtuple("Point", "x y")
 def test_a_tree_comes_apart_and_together(tree, leaves, names):
     found, structure = pytree.flatten(tree)
     assert found == leaves
-    assert pytree.paths(tree) == names
+    assert pytree.leaf_paths(tree) == names
     again = pytree.unflatten(structure, found)
     assert again == tree
     assert type(again) is type(tree)
@@ -94,8 +94,8 @@ def test_alike_sorts_the_keys_of_every_dict_and_keeps_all_else():
         (),
     ]
     leaves, structure = pytree.flatten(tree)
-    sorted_ = pytree.unflatten(pytree.alike(structure), leaves)
-    assert pytree.alike(structure) == structure
+    sorted_ = pytree.unflatten(pytree.with_sorted_keys(structure), leaves)
+    assert pytree.with_sorted_keys(structure) == structure
     assert sorted_ == tree
     assert [list(sorted_[0]), list(sorted_[0]["a"])] == [["a", "b"], ["c", "d"]]
     assert [list(sorted_[1][0]), list(sorted_[1][0]["z"])] == [["z", "a"], ["x", "y"]]
@@ -107,6 +107,6 @@ def test_alike_sorts_the_keys_of_every_dict_and_keeps_all_else():
 
 
 def test_the_order_of_keys_of_any_kind_is_told():
-    assert pytree.order({2: 0, 1: [{(1, 2): 0, "a": 1}]}) == "2, 1; (1, 2), 'a'; "
-    assert pytree.order({1: 0, 2: 0}) != pytree.order({2: 0, 1: 0})
-    assert pytree.order([1, (None, "x"), Point(1, 2)]) == ""
+    assert pytree.key_order_text({2: 0, 1: [{(1, 2): 0, "a": 1}]}) == "2, 1; (1, 2), 'a'; "
+    assert pytree.key_order_text({1: 0, 2: 0}) != pytree.key_order_text({2: 0, 1: 0})
+    assert pytree.key_order_text([1, (None, "x"), Point(1, 2)]) == ""

@@ -126,13 +126,15 @@ class TestNumbers:
         ]:
             found, wanted = np.empty((2, 2500), dtype), np.empty((2, 2500), dtype)
             kernel.compiled()(words, found, np.int64(-7), np.uint64(span))
-            kernel.twin(words, wanted, np.int64(-7), np.uint64(span))
+            kernel.reference(words, wanted, np.int64(-7), np.uint64(span))
             np.testing.assert_array_equal(found, wanted)
 
     def test_without_numba(self):
         found = np.empty((5, 9001))
         arguments = (np.empty(4096, np.uint64), 1, DROPOUT._key(9, 0), EXAMPLES.astype("u8"))
-        philox.FILL["float64"].plain()(found, *arguments, np.int64(0), np.uint64(0))
+        philox.FILL_KERNELS["float64"].resolve_reference()(
+            found, *arguments, np.int64(0), np.uint64(0)
+        )
         np.testing.assert_array_equal(found, DROPOUT.uniform(EXAMPLES, 9001, step=9))
 
     def test_rows_are_alike_however_many_are_made_at_once(self):

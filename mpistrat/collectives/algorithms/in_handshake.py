@@ -14,7 +14,7 @@ from mpistrat.collectives.plan import ReductionInputs, ReductionPlan
 from mpistrat.collectives.reducer import Reducer
 from mpistrat.collectives.results import write_outs
 from mpistrat.collectives.weights import Scales
-from mpistrat.kernels.elementwise import Overflow, divide, multiply, rescue_rows
+from mpistrat.kernels.elementwise import Overflow, divide, multiply, recompute_means_of_rows
 from mpistrat.kernels.ops import UFUNCS
 
 
@@ -143,7 +143,7 @@ def _reduce_run(
         ufunc(total, value, out=total)
     if divisor != 1.0:
         divide(total, divisor)
-    if overflow is not None and overflow.seen:
-        overflow.seen.clear()
-        rescue_rows(total, run.values, factors, divisor)
+    if overflow is not None and overflow.reports:
+        overflow.reports.clear()
+        recompute_means_of_rows(total, run.values, factors, divisor)
     return [total[a] if shape is None else total[a:b].reshape(shape) for a, b, shape in run.cuts]

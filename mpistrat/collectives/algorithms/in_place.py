@@ -27,7 +27,7 @@ from mpistrat.collectives.plan import (
 )
 from mpistrat.collectives.reducer import Reducer
 from mpistrat.collectives.weights import Scales
-from mpistrat.shm.arena import ArenaAddress, Block
+from mpistrat.shm.arena import BufferAddress, SharedBuffers
 
 # With more runs of memory, copying takes longer than the barrier.
 _MAX_COPIED_RUNS = 8
@@ -52,7 +52,7 @@ class InPlaceSharedMemory(StagedAlgorithm):
         self,
         reducer: Reducer,
         plan: ReductionPlan,
-        addresses: Sequence[ArenaAddress],
+        addresses: Sequence[BufferAddress],
         leaves: Sequence[Array],
     ):
         """Find the rows of the leaves."""
@@ -97,7 +97,7 @@ class InPlaceSharedMemory(StagedAlgorithm):
     def is_valid(self) -> bool:
         """Whether the arena has the same arrays as before, and memory is still shared."""
         arena = self._arena
-        return self._generation == arena.generation and not (arena.refused or arena.moving)
+        return self._generation == arena.generation and not (arena.is_refused or arena.moving_keys)
 
     def matches(self, inputs: ReductionInputs) -> bool:
         """Return whether the values are its arrays, are unchanged, and are the outs too."""
@@ -119,7 +119,7 @@ class InPlaceSharedMemory(StagedAlgorithm):
         if (
             self._copied_nbytes
             and small_algorithm is None
-            and self._arena.direct >= self._copied_nbytes
+            and self._arena.max_direct_nbytes >= self._copied_nbytes
         ):
             small_algorithm = self._small_algorithm = self._create_small_algorithm()
         if small_algorithm is None:
@@ -137,7 +137,7 @@ class InPlaceSharedMemory(StagedAlgorithm):
 
     def _count_copied_nbytes(self) -> int:
         """Return the number of bytes that are copied, 0 if that takes too long; as on all ranks."""
-        nodes = self.reducer.node.arena.nodes().nodes
+        nodes = self.reducer.node.arena.nodes().node_count
         if len(self._columns.matrices) > 1 or not self.plan.keeps_dtypes or nodes > 1:
             return 0
         runs = [stop - start for start, stop, _ in self._columns.segments[0]]
@@ -146,7 +146,7 @@ class InPlaceSharedMemory(StagedAlgorithm):
     def _list_own_runs(self) -> list[Array]:
         """Return this rank's runs of memory that are reduced as one."""
         (block, matrix), node = self._columns.matrices[0], self._arena.nodes().node
-        row = cast(Block, block()).matrices[matrix][node.rank]  # its arrays are in use
+        row = cast(SharedBuffers, block()).matrices[matrix][node.rank]  # its arrays are in use
         return [row[start:stop] for start, stop, _ in self._columns.segments[0]]
 
     def _create_small_algorithm(self) -> SmallSharedMemory:

@@ -16,7 +16,12 @@ from mpistrat.collectives.layout import OWN_MESSAGE_NBYTES, Bucket, make_buckets
 from mpistrat.collectives.plan import ReductionPlan
 from mpistrat.collectives.reducer import Reducer
 from mpistrat.collectives.weights import Scales
-from mpistrat.kernels.elementwise import low_sum, multiply, power_for, rescue
+from mpistrat.kernels.elementwise import (
+    multiply,
+    recompute_nonfinite_means,
+    safe_power,
+    sum_scaled_down,
+)
 
 # The bytes of a message of several leaves; they bound the scratch memory, whatever the tree.
 _MESSAGE_NBYTES = 4 * 1024 * 1024
@@ -78,12 +83,14 @@ class MpiMessages(StagedAlgorithm):
         results = plan.finish_totals(self._collect_totals(staged), scales.divisors)
         divisors = scales.divisors
         if divisors is not None and size > 1:
-            power = power_for(size)
+            power = safe_power(size)
             for i, value in sent_parts:
                 sum_lowered = functools.partial(
                     _sum_lowered_values, self._reduce_message, value, power
                 )
-                rescue(results[i], sum_lowered, divisors[i if len(divisors) > 1 else 0], power)
+                recompute_nonfinite_means(
+                    results[i], sum_lowered, divisors[i if len(divisors) > 1 else 0], power
+                )
         return results
 
     def _reduce_message(self, send: Array, recv: Array) -> None:
@@ -112,7 +119,7 @@ def _sum_lowered_values(
     indices: NDArray[np.intp],
 ) -> Array:
     """Return the sums over all ranks at these indices, of values scaled down before. Collective."""
-    send = low_sum([value], None, power, indices)
+    send = sum_scaled_down([value], None, power, indices)
     total = np.empty_like(send)
     reduce_message(send, total)
     return total

@@ -43,7 +43,7 @@ class PairedSharedMemory(StagedAlgorithm):
             has_two_ranks
             and plan.keeps_dtypes
             and arena.has_room(plan.largest_bucket_nbytes)
-            and arena.nodes().nodes == 1
+            and arena.nodes().node_count == 1
         )
 
     def __init__(self, reducer: Reducer, plan: ReductionPlan):
@@ -106,8 +106,18 @@ class PairedSharedMemory(StagedAlgorithm):
                     table, divisor = scales.select_leaf(leaf)
                     end, out_part = column + stop - start, outs[leaf][start:stop]
                     if table is not None or divisor != 1.0:
-                        scaling = (table, divisor, element_count, None, is_compiled, column)
-                        reduce_rows(ufunc, rows, out_part[None], column, end, *scaling)
+                        reduce_rows(
+                            ufunc,
+                            rows,
+                            out_part[None],
+                            column,
+                            end,
+                            scales=table,
+                            divisor=divisor,
+                            total_columns=element_count,
+                            is_compiled=is_compiled,
+                            shift=column,
+                        )
                         continue
                     pair = [rows[0, column:end], rows[1, column:end]]
                     if flat_values[leaf].dtype == bucket.dtype:

@@ -16,8 +16,8 @@ from mpistrat.collectives.plan import ReductionInputs, ReductionPlan
 from mpistrat.collectives.reducer import Reducer
 from mpistrat.collectives.results import write_outs
 from mpistrat.collectives.weights import Scales
-from mpistrat.kernels.elementwise import Overflow, divide, rescue_rows
-from mpistrat.kernels.loops import fold
+from mpistrat.kernels.elementwise import Overflow, divide, recompute_means_of_rows
+from mpistrat.kernels.loops import fold_rows
 from mpistrat.kernels.ops import UFUNCS
 from mpistrat.kernels.rows import reduce_rows
 
@@ -54,8 +54,8 @@ class SmallSharedMemory(AllReduceAlgorithm):
         return (
             has_one_dtype
             and len(plan.buckets) == 1
-            and plan.largest_bucket_nbytes <= arena.direct
-            and not arena.refused
+            and plan.largest_bucket_nbytes <= arena.max_direct_nbytes
+            and not arena.is_refused
         )
 
     def __init__(self, reducer: Reducer, plan: ReductionPlan):
@@ -90,7 +90,7 @@ class SmallSharedMemory(AllReduceAlgorithm):
     @property
     def is_valid(self) -> bool:
         """Whether memory is still shared; without it, all ranks use MPI."""
-        return not self._arena.refused
+        return not self._arena.is_refused
 
     def run(self, inputs: ReductionInputs) -> list[Any]:
         """Reduce the inputs; see `AllReduceAlgorithm.run`. Collective."""
@@ -154,31 +154,40 @@ class SmallSharedMemory(AllReduceAlgorithm):
     def _reduce_rows(self, side: int, total: Array) -> None:
         rows, overflow = self._rows[side], self._overflow
         if overflow is None:
-            quiet().run(fold, self._ufunc, rows, total)
+            quiet().run(fold_rows, self._ufunc, rows, total)
             return
-        overflow.quiet().run(fold, self._ufunc, rows, total)
+        overflow.quiet().run(fold_rows, self._ufunc, rows, total)
         quiet().run(divide, total, self._divisor)
-        if overflow.seen:
-            overflow.seen.clear()
-            quiet().run(rescue_rows, total, rows, None, self._divisor)
+        if overflow.reports:
+            overflow.reports.clear()
+            quiet().run(recompute_means_of_rows, total, rows, None, self._divisor)
 
     def _reduce_weighted_rows(self, side: int, total: Array, scales: Scales) -> None:
         is_compiled = self.reducer.node.is_compiled(self.plan.op, self._dtype, self._columns)
         rows = self._sides[side]
         if self.plan.weight_count == 1:
+            table, divisor = scales.select_leaf(0)
             reduce_rows(
                 self._ufunc,
                 rows,
                 total[None],
                 0,
                 len(total),
-                *scales.select_leaf(0),
-                ready=is_compiled,
+                scales=table,
+                divisor=divisor,
+                is_compiled=is_compiled,
             )
             return
         for start, stop, table, divisor in make_segments(self.plan.buckets[0], scales):
             reduce_rows(
-                self._ufunc, rows, total[None], start, stop, table, divisor, ready=is_compiled
+                self._ufunc,
+                rows,
+                total[None],
+                start,
+                stop,
+                scales=table,
+                divisor=divisor,
+                is_compiled=is_compiled,
             )
 
 

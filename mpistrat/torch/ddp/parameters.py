@@ -15,7 +15,7 @@ from xxhash import xxh3_128_digest
 
 from mpistrat.arrays import Array, label
 from mpistrat.errors import ContextError, LeafTypeError, LockstepError
-from mpistrat.kernels.elementwise import PAST_CACHES, copy_to
+from mpistrat.kernels.elementwise import MIN_UNCACHED_NBYTES, copy_to
 from mpistrat.strategy.strategy import Strategy
 from mpistrat.torch.tensors import as_array, as_tensor, permute_to_storage_order
 from mpistrat.torch.views import is_plain, view_bytes
@@ -85,7 +85,7 @@ class GradientBuffers:
         self._addresses = [view.data_ptr() for view in self.views]
         self._samples = [_take_sample(array) for array in self.arrays]
         # The gradients of a large model leave the caches before they are read.
-        is_large = sum(array.nbytes for array in self.arrays) >= PAST_CACHES
+        is_large = sum(array.nbytes for array in self.arrays) >= MIN_UNCACHED_NBYTES
         self._stream_flags = [is_large and is_plain(view) for view in self.views]
         self._check_lockstep = strategy._replicas.lockstep.check
         _all_buffers.add(self)

@@ -30,9 +30,9 @@ from torch.distributed.rendezvous import _rendezvous_handlers, register_rendezvo
 from mpistrat.comm.callsite import ranks_text
 from mpistrat.comm.loopback import LoopbackComm
 from mpistrat.comm.mpi import MPIComm, ranks_of
-from mpistrat.comm.point_to_point import Posts
-from mpistrat.comm.session import default_parent
-from mpistrat.config import environment, launched_by, set_absent
+from mpistrat.comm.point_to_point import MessageChannel
+from mpistrat.comm.session import find_default_parent
+from mpistrat.config import child_environment, launched_by, set_missing_variables
 from mpistrat.errors import StrategyError
 from mpistrat.lockstep.ending import end_job
 from mpistrat.lockstep.exits import exits
@@ -244,7 +244,7 @@ class _GroupFactory:
 
     def __init__(self) -> None:
         """Duplicate the communicator of all ranks. Collective."""
-        parent = default_parent()
+        parent = find_default_parent()
         if isinstance(parent, LoopbackComm):
             raise StrategyError(
                 "the backend 'mpistrat' of torch.distributed is for processes, started by mpiexec, "
@@ -320,7 +320,7 @@ class _GroupFactory:
         }
         nodes.free()
         texts = {name: str(number) for name, number in values_by_name.items()}
-        self.variable_names = set_absent({**texts, "MASTER_ADDR": self.root_host})
+        self.variable_names = set_missing_variables({**texts, "MASTER_ADDR": self.root_host})
 
     def create_channels(self, group_options: _GroupOptions) -> tuple[GroupChannel, PointToPoint]:
         """Return the channel and messages of a new group of ranks. Collective over them."""
@@ -337,7 +337,7 @@ class _GroupFactory:
         job_ranks = ranks_of(self.ordered_comm.mpi)
         group_rank, call_text = ranks.index(self.ordered_comm.rank), f"make {name} (new_group)"
         with watching_meeting_of(group_rank, [job_ranks[rank] for rank in ranks], call_text):
-            comm = self.ordered_comm.among(ranks, tag)
+            comm = self.ordered_comm.create_group(ranks, tag)
             channel, messages = self._open_channels(comm, name, _read_timeout(group_options))
         channel.session.options = self.world[0].session.options
         channel.lockstep.ranks = tuple(ranks)  # as messages name them
@@ -351,7 +351,7 @@ class _GroupFactory:
     def _open_channels(
         self, comm: MPIComm, name: str, seconds: float
     ) -> tuple[GroupChannel, PointToPoint]:
-        posts = Posts(MPIComm(comm.mpi))
+        posts = MessageChannel(MPIComm(comm.mpi))
         channel = GroupChannel(
             MPIComm(comm.mpi) if comm is self.ordered_comm else comm, name, seconds
         )
@@ -381,7 +381,7 @@ class _GroupFactory:
                 not channel.drain(_FAILING_DRAIN_SECONDS if is_failing else None)
                 or channel.is_abandoned
             ):
-                channel.session.freed = True
+                channel.session.is_freed = True
             error = channel.take_unreported_error()
             if error is not None and not is_failing:
                 exits().failure = error
@@ -390,7 +390,7 @@ class _GroupFactory:
 
     def end_abandoned_job(self) -> None:
         """End the job if a call was given up, as MPI would wait for it forever."""
-        if any(channel.session.freed or channel.is_abandoned for channel in self.channels):
+        if any(channel.session.is_freed or channel.is_abandoned for channel in self.channels):
             if exits().failure is None:
                 say("mpistrat: a call of torch.distributed was given up; ending the job.")
             end_job(HUNG)
@@ -480,7 +480,7 @@ def _rendezvous_or_env(url: str, **init_arguments: Any) -> Iterator[Any]:
 
     MPI is used only if the environment does not give the ranks.
     """
-    variables_by_name = environment({})
+    variables_by_name = child_environment({})
     is_launched_by_mpi = launched_by(variables_by_name) is not None and (
         "RANK" not in variables_by_name or _was_set_here("RANK")
     )

@@ -18,7 +18,7 @@ from mpistrat.collectives.allreduce import AllReduce
 from mpistrat.collectives.dtypes import choose_wire_type
 from mpistrat.collectives.plan import PlanOptions, ReductionInputs, ReductionPlan
 from mpistrat.errors import LeafTypeError
-from mpistrat.kernels.loops import fold
+from mpistrat.kernels.loops import fold_rows
 from mpistrat.kernels.ops import ReduceOp
 from mpistrat.lockstep.ending import aborting
 from mpistrat.lockstep.handshake import Lockstep, digest_call
@@ -164,7 +164,7 @@ class SmallReduction:
             self._refuse_call(self.text, error)
         payload = ctypes.string_at(address, nbytes)
         self._handshake(self.text, payload, digest=self._digest)
-        quiet().run(fold, self._ufunc, self._rows, self._total)
+        quiet().run(fold_rows, self._ufunc, self._rows, self._total)
         ctypes.memmove(address, self._total_address, nbytes)
 
 

@@ -26,11 +26,16 @@ import typing_extensions
 from torch.autograd.profiler import record_function
 
 from mpistrat.collectives.reducer import Reducer
-from mpistrat.comm.callsite import pass_over, ranks_text, standing_for, where
+from mpistrat.comm.callsite import (
+    add_library_directory,
+    find_call_site,
+    naming_call_site,
+    ranks_text,
+)
 from mpistrat.comm.mpi import MPIComm
 from mpistrat.comm.session import Session
 from mpistrat.errors import LockstepError
-from mpistrat.kernels.threads import deaf
+from mpistrat.kernels.threads import block_signals
 from mpistrat.lockstep.handshake import Lockstep
 from mpistrat.torch.process_group.work import CallTimeoutError, CallWork, FailureNotice, Worker
 from mpistrat.watchdog.exchange import has_thread_multiple
@@ -45,8 +50,8 @@ __all__ = [
 ]
 
 # Messages show places in the program, not in the library that it calls.
-pass_over(str(Path(torch.__file__).parent))
-pass_over(typing_extensions.__file__)  # wraps what torch calls deprecated
+add_library_directory(str(Path(torch.__file__).parent))
+add_library_directory(typing_extensions.__file__)  # wraps what torch calls deprecated
 
 # Seconds for which a thread tests for the others without a pause: the program's own thread, which
 # has nothing else to do, or any thread while data moves (ranks that nap between the parts of a call
@@ -155,7 +160,7 @@ def _run_in_thread(ask_store: Callable[[], None]) -> threading.Thread:
     """Call a function in a thread, as the store may not answer."""
 
     def run() -> None:
-        deaf()
+        block_signals()
         with suppress(Exception):
             ask_store()
 
@@ -185,9 +190,9 @@ class GroupChannel:
     def __init__(self, comm: MPIComm, name: str, seconds: float):
         """Create the session and the worker, without communication."""
         self.name, self.seconds = name, seconds
-        self.comm = comm.patient(self._wait_for_ranks)
+        self.comm = comm.make_interruptible(self._wait_for_ranks)
         # No thread owns the session: the worker and the program take turns.
-        self.session = Session(self.comm, owned=False)
+        self.session = Session(self.comm, is_owned=False)
         self.lockstep = Lockstep(self.session)
         self.worker = Worker(f"mpistrat {name or 'world'}", has_thread_multiple())
         self._call_seconds, self._is_on_worker = seconds, True
@@ -271,8 +276,8 @@ class GroupChannel:
             else "the other ranks"
         )
         return (
-            f"{waiting_rank} has waited {duration_text} in {where()} for {late_ranks} to call "
-            f"{text}"
+            f"{waiting_rank} has waited {duration_text} in {find_call_site()} for {late_ranks} "
+            f"to call {text}"
         )
 
     def check_tensor_per_rank(self, name: str, tensors: Sequence[torch.Tensor], root: int) -> None:
@@ -336,7 +341,7 @@ class GroupChannel:
                 self.worker.end_turn()
         else:
             work.end_record = begin_record(text)
-            self.worker.queue_call(functools.partial(run, where()))
+            self.worker.queue_call(functools.partial(run, find_call_site()))
         return work
 
     def try_call_now(self, text: str, collective: Callable[[], None]) -> bool:
@@ -435,7 +440,7 @@ class GroupChannel:
                 text,
             )
             self._call_index = self.session.calls
-            with standing_for(call_site):
+            with naming_call_site(call_site):
                 earlier_error = self.take_unreported_error(is_async) if self._failed_works else None
                 if earlier_error is not None:
                     self.lockstep.fail_collectively(text, earlier_error)
@@ -464,7 +469,7 @@ class GroupChannel:
     def free(self) -> None:
         """Free the communicator."""
         self.close("destroy_process_group has ended it.")
-        self.session.freed = True
+        self.session.is_freed = True
         for group in self.session.groups.values():
             group.free()
         self.comm.free()

@@ -59,7 +59,7 @@ class GroupCalls(_Base):
         text: str,
         input_tensors: Tensors,
         output_tensors: Tensors,
-        opts: object,
+        opts: Any,
         collective: Callable[[str, Buffers, Buffers], None],
     ) -> CallWork:
         """Make a collective call of tensors in any order of dimensions.
@@ -162,9 +162,7 @@ class GroupCalls(_Base):
             small_reduction.text, collective, (tensor,), is_async=True, seconds=None
         )
 
-    def allreduce_coalesced(
-        self, tensors: Tensors, opts: dist.AllreduceCoalescedOptions | None = None
-    ) -> dist.Work:
+    def allreduce_coalesced(self, tensors: Tensors, opts: Any | None = None) -> dist.Work:
         """Reduce several tensors in one call."""
         return self.allreduce(tensors, opts)
 
@@ -182,7 +180,7 @@ class GroupCalls(_Base):
 
         return self._call_collective(text, (), tensors, opts, collective)
 
-    def reduce(self, tensors: Tensors, opts: dist.ReduceOptions) -> CallWork:
+    def reduce(self, tensors: Tensors, opts: Any) -> CallWork:
         """Reduce tensors over all ranks, into those of the root."""
         op_name, name = self._describe_operation("reduce", opts.reduceOp, tensors)
         root, channel = int(opts.rootRank), self.channel
@@ -201,7 +199,7 @@ class GroupCalls(_Base):
         self,
         output_lists: Sequence[Tensors],
         input_tensors: Tensors,
-        opts: dist.AllgatherOptions | None = None,
+        opts: Any | None = None,
     ) -> CallWork:
         """Gather the tensors of all ranks, which may differ in size, on all ranks."""
         (output_list,), (local_input,) = output_lists, input_tensors
@@ -224,7 +222,7 @@ class GroupCalls(_Base):
         self,
         output_tensor: torch.Tensor,
         input_tensor: torch.Tensor,
-        opts: dist.AllgatherOptions | None = None,
+        opts: Any | None = None,
     ) -> CallWork:
         """Gather the tensors of all ranks into one tensor on all ranks."""
         return self.all_gather_single_coalesced(
@@ -235,7 +233,7 @@ class GroupCalls(_Base):
         self,
         output_tensors: Tensors,
         input_tensors: Tensors,
-        opts: dist.AllgatherOptions | None = None,
+        opts: Any | None = None,
         name: str = "",
     ) -> CallWork:
         """Gather several tensors in one call."""
@@ -256,7 +254,7 @@ class GroupCalls(_Base):
         self,
         output_lists: Sequence[Tensors],
         input_tensors: Tensors,
-        opts: dist.AllgatherOptions | None = None,
+        opts: Any | None = None,
     ) -> CallWork:
         """Gather the lists of tensors of all ranks on all ranks: list r is from rank r."""
         text = f"all_gather, coalesced({describe_tensors(input_tensors)})"
@@ -276,7 +274,7 @@ class GroupCalls(_Base):
         return self._call_collective(text, input_tensors, flat, opts, collective)
 
     def gather(
-        self, output_lists: Sequence[Tensors], input_tensors: Tensors, opts: dist.GatherOptions
+        self, output_lists: Sequence[Tensors], input_tensors: Tensors, opts: Any
     ) -> CallWork:
         """Gather the tensors of all ranks on the root."""
         (local_input,) = input_tensors
@@ -308,7 +306,7 @@ class GroupCalls(_Base):
         )
 
     def scatter(
-        self, output_tensors: Tensors, input_lists: Sequence[Tensors], opts: dist.ScatterOptions
+        self, output_tensors: Tensors, input_lists: Sequence[Tensors], opts: Any
     ) -> CallWork:
         """Send each rank one of the tensors of the root."""
         (local_output,) = output_tensors
@@ -336,7 +334,7 @@ class GroupCalls(_Base):
         self,
         output_tensors: Tensors,
         input_lists: Sequence[Tensors],
-        opts: dist.ReduceScatterOptions | None = None,
+        opts: Any | None = None,
     ) -> CallWork:
         """Reduce lists of tensors over all ranks; rank r gets the r-th result."""
         return self._reduce_scatter(
@@ -347,7 +345,7 @@ class GroupCalls(_Base):
         self,
         output_tensor: torch.Tensor,
         input_tensor: torch.Tensor,
-        opts: dist.ReduceScatterOptions | None = None,
+        opts: Any | None = None,
     ) -> CallWork:
         """Reduce a tensor over all ranks; rank r gets the r-th part of the result."""
         return self._reduce_scatter(
@@ -358,7 +356,7 @@ class GroupCalls(_Base):
         self,
         output_tensors: Tensors,
         input_tensors: Tensors,
-        opts: dist.ReduceScatterOptions | None = None,
+        opts: Any | None = None,
     ) -> CallWork:
         """Reduce several tensors in one call; rank r gets the r-th part of each."""
         lists = [[tensor] for tensor in input_tensors]
@@ -371,7 +369,7 @@ class GroupCalls(_Base):
         name: str,
         output_tensors: list[torch.Tensor],
         input_lists: list[list[torch.Tensor]],
-        opts: dist.ReduceScatterOptions | None,
+        opts: Any | None,
     ) -> CallWork:
         flat = [tensor for tensor_list in input_lists for tensor in tensor_list]
         op = dist.ReduceOp.SUM if opts is None else opts.reduceOp
@@ -408,7 +406,7 @@ class GroupCalls(_Base):
         self,
         output_tensors: Tensors,
         input_tensors: Tensors,
-        opts: dist.AllToAllOptions | None = None,
+        opts: Any | None = None,
     ) -> CallWork:
         """Send each rank one of this rank's tensors, and receive one of each."""
 
@@ -442,7 +440,7 @@ class GroupCalls(_Base):
         input_tensor: torch.Tensor,
         output_splits: Sequence[int] | None,
         input_splits: Sequence[int] | None,
-        opts: dist.AllToAllOptions | None = None,
+        opts: Any | None = None,
     ) -> CallWork:
         """Send each rank its rows of a tensor, and receive rows of each."""
         split = functools.partial(count_bytes_per_rank, self.channel.comm.size)

@@ -17,9 +17,9 @@ from typing import final
 import torch
 import torch.distributed as dist
 
-from mpistrat.comm.callsite import where
-from mpistrat.comm.point_to_point import Post, Posts
-from mpistrat.kernels.threads import deaf
+from mpistrat.comm.callsite import find_call_site
+from mpistrat.comm.point_to_point import MessageChannel, PendingMessage
+from mpistrat.kernels.threads import block_signals
 from mpistrat.lockstep.exits import exits
 from mpistrat.torch.process_group.work import BaseWork, CallTimeoutError, convert_timeout
 from mpistrat.torch.views import (
@@ -57,13 +57,13 @@ class MessageWork(BaseWork):
         call_text: str,
         tensor: torch.Tensor,
         buffer: torch.Tensor,
-        post: Post,
+        post: PendingMessage,
         *,
         is_receive: bool,
     ):
         """Start as a pending message."""
         super().__init__([tensor])
-        self._messages, self._call_text, self._call_site = messages, call_text, where()
+        self._messages, self._call_text, self._call_site = messages, call_text, find_call_site()
         self._tensor, self._buffer, self._post = tensor, buffer, post
         self._is_receive = is_receive
         self._state_lock = threading.Lock()
@@ -90,7 +90,7 @@ class MessageWork(BaseWork):
             return
         expected_spec, sent_spec, ranks = (
             describe_tensor(self._buffer),
-            self._post.said,
+            self._post.description,
             self._messages.ranks,
         )
         assert self._post.peer is not None  # it has come
@@ -177,7 +177,7 @@ class PointToPoint:
       ranks: The ranks of the group as messages name them.
     """
 
-    def __init__(self, posts: Posts, name: str, seconds: float, warn_seconds: float):
+    def __init__(self, posts: MessageChannel, name: str, seconds: float, warn_seconds: float):
         """Begin without messages."""
         self._posts, self.seconds, self.warn_seconds = posts, seconds, warn_seconds
         self.ranks: Sequence[int] = range(posts.comm.size)
@@ -278,7 +278,7 @@ class PointToPoint:
 
 
 def _run_helper(get_messages: Callable[[], PointToPoint | None]) -> None:
-    deaf()
+    block_signals()
     while (messages := get_messages()) is not None and messages.make_progress():
         del messages
         time.sleep(_POLL_SECONDS)

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from mpistrat.kernels.threads import deaf
+from mpistrat.kernels.threads import block_signals
 
 __all__ = [
     "BaseWork",
@@ -172,7 +172,7 @@ class Worker:
         return self.wait_until(lambda: not self._is_busy and not self._queued_calls, seconds)
 
     def _run_worker(self) -> None:
-        deaf()
+        block_signals()
         with np.errstate(all="ignore"):
             while (run_call := self._take_next_call()) is not None:
                 try:

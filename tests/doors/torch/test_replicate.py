@@ -148,8 +148,8 @@ def close(model, wanted, **how):
 @pytest.mark.parametrize("size", SIZES)
 def test_weights_are_those_of_one_process(size, kind, past_caches, monkeypatch):
     if past_caches:  # as of models that no cache holds
-        monkeypatch.setattr(parameters, "PAST_CACHES", 0)
-        monkeypatch.setattr(elementwise, "_LEAST", 64)
+        monkeypatch.setattr(parameters, "MIN_UNCACHED_NBYTES", 0)
+        monkeypatch.setattr(elementwise, "_MIN_STREAMED_NBYTES", 64)
     wanted = alone(made(kind))
 
     def program(comm):
@@ -291,7 +291,7 @@ def test_weights_loaded_on_all_ranks_are_taken_by_replicate():
         state = {name: torch.full_like(x, 0.25) for name, x in model.state_dict().items()}
         model.load_state_dict(state)
         mt.replicate(model)
-        assert not optimizer.variables["0.weight"]._storage.written()
+        assert not optimizer.variables["0.weight"]._storage.has_private_writes()
         assert (optimizer.variables["0.weight"].numpy() == 0.25).all()
         backward(model, comm)
         optimizer.step()
@@ -377,7 +377,7 @@ def test_where_the_system_does_not_tell_of_writes_each_rank_has_its_own_copy(cho
     if chosen:
         monkeypatch.setenv("MPISTRAT_MAP_PRIVATE", "0")
     else:
-        monkeypatch.setattr("mpistrat.shm.private_mapping._page_table", refused)
+        monkeypatch.setattr("mpistrat.shm.private_mapping._read_page_table", refused)
     monkeypatch.setenv("MPISTRAT_CHECK_EVERY", "2")
 
     def model_of(comm, strategy):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mpistrat.comm.session import alone
+from mpistrat.comm.session import make_single_rank_comm
 
 from ..recorder import Recorder, variable_kind
 from .common import ctx, fid, ms, rid, steps, tf
@@ -85,7 +85,7 @@ def _update(o):
 
 
 def _mirrored_of_one(r):
-    m = ms.MirroredStrategy(comm=alone())
+    m = ms.MirroredStrategy(comm=make_single_rank_comm())
 
     def reduced(op, value):
         return m.run(lambda: ctx().all_reduce(op, value()))

@@ -11,4 +11,4 @@ from mpistrat.shm import storage
 def kept(request, monkeypatch):
     """Have each rank keep copies of its own, or the ranks of a node one, however small."""
     if request.param == "common":
-        monkeypatch.setattr(storage, "LEAST", 0)
+        monkeypatch.setattr(storage, "MIN_SHARED_NBYTES", 0)

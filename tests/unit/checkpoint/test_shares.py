@@ -40,7 +40,9 @@ def small(monkeypatch):
     """Let what is large be small, so that a test costs little."""
     monkeypatch.setattr(sharded, "MIN_DIRECTORY_NBYTES", 1 << 10)
     monkeypatch.setattr(sharded, "CHUNK_NBYTES", 1 << 9)
-    monkeypatch.setattr(storage, "LEAST", 1 << 10)  # from here on the ranks of a node share it
+    monkeypatch.setattr(
+        storage, "MIN_SHARED_NBYTES", 1 << 10
+    )  # from here on the ranks of a node share it
     monkeypatch.setattr(shares, "_POLL_SECONDS", 0.001)
 
 
@@ -349,7 +351,7 @@ def test_every_flip_and_truncation_is_found(step, three, tmp_path):
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_a_node_without_shared_memory_reads_all_the_same(ranks, three, monkeypatch):
-    monkeypatch.setattr(restoring, "touch", lambda *_: False)
+    monkeypatch.setattr(restoring, "populate", lambda *_: False)
 
     def restore(comm):
         checkpoint = made(comm, scale=0)

@@ -356,7 +356,7 @@ def test_what_takes_no_value_fails_before_any_variable_is_written(
     size, least, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(sharded, "MIN_DIRECTORY_NBYTES", least)
-    monkeypatch.setattr(storage, "LEAST", 1 << 10)
+    monkeypatch.setattr(storage, "MIN_SHARED_NBYTES", 1 << 10)
 
     def program(comm):
         with ms.MirroredStrategy().scope():

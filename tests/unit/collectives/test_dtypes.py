@@ -62,7 +62,9 @@ def test_identities_change_nothing(code):
     values = np.array([0, 1, 3], code)
     folds = {"SUM": np.add, "PROD": np.multiply, "MIN": np.minimum, "MAX": np.maximum}
     for name, fold in folds.items():
-        assert np.array_equal(fold(values, ReduceOp(name).how.start(np.dtype(code))), values)
+        assert np.array_equal(
+            fold(values, ReduceOp(name)._reduction.identity(np.dtype(code))), values
+        )
 
 
 def test_refusals_name_operation_leaf_and_advice():

@@ -231,7 +231,7 @@ def test_wires():
 
 @pytest.mark.parametrize("form", ["loop", "twin"])
 def test_casts_are_those_of_ml_dtypes(form):
-    narrow, widen = (k if form == "loop" else k.twin for k in (to_bfloat16, from_bfloat16))
+    narrow, widen = (k if form == "loop" else k.reference for k in (to_bfloat16, from_bfloat16))
     given = np.random.default_rng(0).integers(0, 2**32, 1 << 17, np.uint32).view("f4")
     bits, wide = np.empty(given.size, np.uint16), np.empty(given.size, "f4")
     with np.errstate(all="ignore"):

@@ -145,8 +145,8 @@ def test_layouts_of_nodes(per_node, op, how, monkeypatch):
 
     ranks = run_ranks(rank, 5)
     nodes = -(-5 // per_node)
-    assert {row[2].nodes for row in ranks} == {nodes}
-    assert {row[2].lanes for row in ranks} == {1 if per_node < 3 else 2}
+    assert {row[2].node_count for row in ranks} == {nodes}
+    assert {row[2].peer_group_count for row in ranks} == {1 if per_node < 3 else 2}
     for name in "abc":
         want = in_order(op, [given[name] for given, _, _ in ranks])
         for _, got, _ in ranks:
@@ -309,7 +309,7 @@ def test_memory_goes_with_the_last_array():
         strategy = ms.MirroredStrategy(comm=comm)
         arrays = strategy.buffers([np.empty(10), np.empty(10)])
         arena = strategy._replicas.reducer.node.arena
-        home = arena.home(arrays[0])
+        home = arena.find_address(arrays[0])
         watched = weakref.ref(home.block)
         for _ in range(2):  # what is remembered of a call does not keep it
             strategy.run(lambda: ms.get_replica_context().all_reduce("SUM", arrays, out=arrays))
@@ -321,7 +321,7 @@ def test_memory_goes_with_the_last_array():
         assert last.sum() == 0
         del last
         gc.collect()
-        return alive, watched() is None, len(arena._homes)
+        return alive, watched() is None, len(arena._addresses)
 
     assert run_ranks(rank, 2) == [(True, True, 0)] * 2
 
@@ -434,7 +434,7 @@ def test_what_notes_overflows_is_freed_with_its_last_user():
     overflow = Overflow()
     context = weakref.ref(overflow.quiet.__self__)
     overflow.quiet().run(np.add, np.full(2, 1e308), 1e308)
-    assert overflow.seen
+    assert overflow.reports
     del overflow
     assert context() is None  # at once; a cycle through NumPy's settings would never be collected
 
@@ -447,7 +447,7 @@ def test_a_mean_in_the_memory_of_its_values_does_not_overflow(rows, count, ready
     top = np.finfo(np.float32).max
     values = np.full((count, 300), top)
     out = values if rows == count else values[:rows]
-    reduce_rows(np.add, values, out, 0, 300, None, float(count), ready=ready)
+    reduce_rows(np.add, values, out, 0, 300, divisor=float(count), is_compiled=ready)
     np.testing.assert_allclose(values[:rows], top, rtol=1e-6)
 
 
@@ -459,7 +459,7 @@ def test_a_mean_in_the_memory_of_its_values_does_not_overflow(rows, count, ready
 @every("second", [0.0, 1.5])
 @every("place", ["inside", "first row", "elsewhere"])
 def test_the_kernel_has_the_bits_of_its_twin(rows, dtype, scaled, by, second, place, monkeypatch):
-    monkeypatch.setattr(rows_module, "_COMPILE", 1)
+    monkeypatch.setattr(rows_module, "_MIN_COMPILED_COLUMNS", 1)
     values = np.array([random(r, (5000,), dtype) for r in range(rows)])
     scales = np.array([2.0, second, 3.5, 1.0, 0.25][:rows]) if scaled else None
     if scaled and rows > 1 and second == 0:
@@ -467,7 +467,7 @@ def test_the_kernel_has_the_bits_of_its_twin(rows, dtype, scaled, by, second, pl
     divisor = by if dtype != "i8" else 1.0
     compiled, twin = values.copy(), values.copy()
     outs = [{"inside": v, "first row": v[:1]}.get(place, v[:2] + 1) for v in (compiled, twin)]
-    reduce_rows(np.add, compiled, outs[0], 17, 4321, scales, divisor)
+    reduce_rows(np.add, compiled, outs[0], 17, 4321, scales=scales, divisor=divisor)
     with np.errstate(all="ignore"):
         given, into = twin[:, 17:4321], outs[1][:, 17:4321]
         rows_module.reduce_blocks(np.add, given, into, scales, divisor)
@@ -516,15 +516,15 @@ def test_two_rows_have_the_bits_of_rounding_once_each_step(scales, by, dtype):
         ]
         want = np.add(*(np.where(s == 0, 0, t) for s, t in zip(scales, terms, strict=True)))
         want = (want / values.dtype.type(by)).astype(dtype)[17:4321]
-    given = (17, 4321, np.array(scales), by)
+    given = {"scales": np.array(scales), "divisor": by}
     for row, scale in zip(values, scales, strict=True):
         if scale == 0:
             row[:] = np.nan  # never read
     found = []
     for ready in (False, True):
         out, into = np.zeros((1, 5000), dtype), np.zeros(4304, dtype)
-        reduce_rows(np.add, values, out, *given, ready=ready)
-        reduce_rows(np.add, values, into[None], *given, ready=ready, shift=17)
+        reduce_rows(np.add, values, out, 17, 4321, **given, is_compiled=ready)
+        reduce_rows(np.add, values, into[None], 17, 4321, **given, is_compiled=ready, shift=17)
         found += [out[0, 17:4321].tobytes(), into.tobytes()]
     assert set(found) == {found[0]}
     np.testing.assert_array_equal(np.frombuffer(found[0], dtype), want)
@@ -536,7 +536,7 @@ def test_two_rows_have_the_bits_of_rounding_once_each_step(scales, by, dtype):
 def test_small_folds_take_the_loop_once_a_large_one_has_had_it_compiled(
     size, weighted, count, monkeypatch
 ):
-    monkeypatch.setattr(rows_module, "_COMPILE", 120_000)
+    monkeypatch.setattr(rows_module, "_MIN_COMPILED_COLUMNS", 120_000)
     loops = Counter()
 
     def counted(run, *args):

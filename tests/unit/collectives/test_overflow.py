@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import mpistrat as ms
-from mpistrat.arrays import bits as bits_of
+from mpistrat.arrays import as_bytes as bits_of
 from mpistrat.testing import run_ranks
 
 WAYS = ("usual", "messages")

@@ -27,14 +27,14 @@ CODES += ["M8[ns]", "m8[s]", "U3", "S2", ">f8", ">i4", ml_dtypes.bfloat16]
 CODES += [ml_dtypes.float8_e5m2, ml_dtypes.float8_e4m3fn]  # whose kinds are "f" and "V"
 
 
-@every("whole", [True, False])
+@every("is_unlimited", [True, False])
 @every("dtype", CODES)
 @every("shape", [(), (3,), (0,), (0, 3), (2, 2)])
-def test_arrays_and_their_scalars(dtype, shape, whole):
+def test_arrays_and_their_scalars(dtype, shape, is_unlimited):
     array = np.ones(shape, np.int8).astype(dtype)
-    kind, data = encode(array, whole)
+    kind, data = encode(array, is_unlimited)
     if kind == b"o":
-        assert not whole
+        assert not is_unlimited
         return
     again = decode(kind, data)
     assert (again.dtype, again.shape) == (array.dtype, array.shape)
@@ -128,7 +128,7 @@ def test_the_reason_is_a_sentence_of_its_own():
             raise TypeError("it holds a file.")
 
     with pytest.raises(LeafTypeError, match=r"other ranks: it holds a file\. Use arrays"):
-        encode(Held(), whole=True)
+        encode(Held(), is_unlimited=True)
 
 
 def test_layouts_travel_as_values():

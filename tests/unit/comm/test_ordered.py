@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from mpistrat.comm.base import Ordered
+from mpistrat.comm.base import OrderedComm
 from mpistrat.testing import run_ranks
 
 ORDERS = [(0,), (1, 0), (2, 0, 1), (1, 2, 0), (3, 1, 0, 2)]
@@ -16,7 +16,7 @@ def bytes_of(rank):
 
 
 def program(comm, order):
-    group = Ordered(comm, order)
+    group = OrderedComm(comm, order)
     here, size = group.rank, group.size
     counts = [2 * rank + 1 for rank in range(size)]
     found = {"rank": here}

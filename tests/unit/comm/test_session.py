@@ -15,7 +15,11 @@ from mpistrat.testing import run_ranks
 def test_all_strategies_on_one_parent_share_a_session():
     def rank(comm):
         one, two = ms.MirroredStrategy(), ms.MultiWorkerMirroredStrategy(comm=comm)
-        return one._replicas.lockstep.session is two._replicas.lockstep.session is Session.on(comm)
+        return (
+            one.replicas.lockstep.session
+            is two.replicas.lockstep.session
+            is Session.of_parent(comm)
+        )
 
     assert run_ranks(rank, 2) == [True, True]
 
@@ -23,7 +27,7 @@ def test_all_strategies_on_one_parent_share_a_session():
 @pytest.mark.parametrize("parent", [None, 3, "world"])
 def test_a_parent_of_another_kind_is_refused(parent):
     with pytest.raises(TypeError, match="intracommunicator"):
-        Session.on(parent)
+        Session.of_parent(parent)
 
 
 def _in_thread(fn):

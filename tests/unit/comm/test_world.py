@@ -84,12 +84,12 @@ def test_so_does_one_whose_pool_has_its_workers_from_a_fork_server(tmp_path):
 
 
 def test_a_pool_that_ctrl_c_does_not_wake_is_ended(monkeypatch):
-    monkeypatch.setattr(session, "_ENDING", 0.01)
+    monkeypatch.setattr(session, "_POOL_END_SECONDS", 0.01)
     waiting = "import signal; signal.signal(2, lambda *_: None); print(flush=True)"
     waiting += "\nwhile True: signal.pause()"
     with subprocess.Popen([sys.executable, "-IS", "-c", waiting], stdout=subprocess.PIPE) as pool:
         assert pool.stdout.readline()
-        session._interrupt(pool.pid)
+        session._interrupt_pool(pool.pid)
         assert pool.wait(60) == -signal.SIGTERM
 
 

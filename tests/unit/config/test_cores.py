@@ -9,21 +9,21 @@ import pytest
 
 from mpistrat.config import (
     MASK_BYTES,
-    MOST,
-    cores_of,
-    mask_of,
-    masks_with_unseen,
+    MAX_THREADS,
+    affinity_mask,
+    complete_masks,
+    cores_of_rank,
+    cpu_quota,
     node_size,
-    quota,
-    share_of,
-    sharers_of,
+    ranks_sharing_cores,
+    threads_of_rank,
 )
 
 
 def cores(*masks, limit=math.inf):
     """What each rank of a node gets, whose ranks may run on these cores."""
     bits = [sum(1 << core for core in mask) for mask in masks]
-    return [cores_of(bits, rank, limit) for rank in range(len(masks))]
+    return [threads_of_rank(bits, rank, limit) for rank in range(len(masks))]
 
 
 @pytest.mark.parametrize(
@@ -38,7 +38,7 @@ def cores(*masks, limit=math.inf):
         ([range(6), range(4, 8)], [3, 2]),  # two cores are shared, so ranks count as neighbours
         ([[0], [1], [2]], [1, 1, 1]),
         ([range(1000, 1010)], [10]),
-        ([range(500)], [MOST]),
+        ([range(500)], [MAX_THREADS]),
         ([[]], [1]),
     ],
     ids=str,
@@ -53,7 +53,7 @@ def test_a_quota_is_shared_too(limit, wanted):
 
 
 def test_the_mask_is_what_the_scheduler_says():
-    allowed = {core for core in range(8 * MASK_BYTES) if mask_of() >> core & 1}
+    allowed = {core for core in range(8 * MASK_BYTES) if affinity_mask() >> core & 1}
     assert allowed == os.sched_getaffinity(0)
 
 
@@ -61,7 +61,7 @@ def test_a_thread_that_is_bound_has_a_smaller_mask():
     before = os.sched_getaffinity(0)
     try:
         os.sched_setaffinity(0, {min(before)})
-        assert mask_of() == 1 << min(before)
+        assert affinity_mask() == 1 << min(before)
     finally:
         os.sched_setaffinity(0, before)
 
@@ -72,7 +72,7 @@ def groups(tmp_path, process, files):
         path = tmp_path / "fs" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
-    return quota(tmp_path / "fs", tmp_path / "process")
+    return cpu_quota(tmp_path / "fs", tmp_path / "process")
 
 
 @pytest.mark.parametrize(
@@ -105,14 +105,14 @@ def test_the_quota_is_the_least_of_the_groups_above(tmp_path, process, files, wa
 
 def test_a_share_has_no_largest_number():
     masks = [(1 << 128) - 1] * 2
-    assert [share_of(masks, rank) for rank in (0, 1)] == [64, 64]
-    assert share_of(masks, 0, 3.0) == 1
-    assert cores_of(masks, 0) == MOST
+    assert [cores_of_rank(masks, rank) for rank in (0, 1)] == [64, 64]
+    assert cores_of_rank(masks, 0, 3.0) == 1
+    assert threads_of_rank(masks, 0) == MAX_THREADS
 
 
 def test_sharers_are_those_that_may_use_cores_of_a_rank():
     masks = [0b11, 0b110, 0b1000, 0]
-    assert [sharers_of(masks, rank) for rank in range(4)] == [[0, 1], [0, 1], [2], [3]]
+    assert [ranks_sharing_cores(masks, rank) for rank in range(4)] == [[0, 1], [0, 1], [2], [3]]
 
 
 @pytest.mark.parametrize(
@@ -139,4 +139,4 @@ def test_launchers_say_how_many_ranks_a_node_has(env, ranks):
     ],
 )
 def test_ranks_of_other_groups_are_taken_to_be_bound_as_this_one(masks, ranks, cores, expected):
-    assert masks_with_unseen(masks, 0, ranks, cores) == expected
+    assert complete_masks(masks, 0, ranks, cores) == expected

@@ -6,7 +6,7 @@ from importlib import metadata
 
 import pytest
 
-from mpistrat.config import environment, installed, job_size, launched_by
+from mpistrat.config import child_environment, find_versions, job_size, launched_by
 
 
 @pytest.mark.parametrize(
@@ -38,14 +38,14 @@ def test_plain_processes_and_batch_scripts_have_no_launcher(env):
 
 def test_the_environment_is_copied(monkeypatch):
     monkeypatch.delenv("MINE", raising=False)
-    copy = environment({"MINE": "1"})
+    copy = child_environment({"MINE": "1"})
     assert copy["MINE"] == "1"
-    assert "MINE" not in environment({})
+    assert "MINE" not in child_environment({})
 
 
 def test_versions_are_those_of_the_metadata():
     names = ("numpy", "optree", "mpi4py")
-    assert installed(names) == {name: metadata.version(name) for name in names}
+    assert find_versions(names) == {name: metadata.version(name) for name in names}
 
 
 def test_versions_are_found_as_different_installers_leave_them(tmp_path):
@@ -61,7 +61,7 @@ def test_versions_are_found_as_different_installers_leave_them(tmp_path):
     ):
         path.mkdir(parents=True)
     places = [str(tmp_path / "none.zip"), str(early), str(late)]
-    assert installed(("numpy", "numba", "mpi4py", "optree", "mpistrat"), places) == {
+    assert find_versions(("numpy", "numba", "mpi4py", "optree", "mpistrat"), places) == {
         **{"numpy": "1.26.4", "numba": "0.56.4"},
         **{"mpi4py": "4.1", "optree": "0.1+local"},
     }

@@ -8,12 +8,12 @@ import warnings
 
 import pytest
 
-from mpistrat.config import check_system, unsupported
+from mpistrat.config import check_system, describe_unsupported
 
 
 @pytest.mark.parametrize("machine", ["x86_64", "aarch64"])
 def test_linux_is_supported(machine):
-    assert unsupported("linux", machine) is None
+    assert describe_unsupported("linux", machine) is None
 
 
 @pytest.mark.parametrize(
@@ -26,7 +26,7 @@ def test_linux_is_supported(machine):
     ],
 )
 def test_what_others_are_told(system, machine, says):
-    assert says in unsupported(system, machine)
+    assert says in describe_unsupported(system, machine)
 
 
 def test_windows_is_refused_and_others_are_warned():

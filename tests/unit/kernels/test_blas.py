@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from mpistrat import config
-from mpistrat.config import THREAD_VARIABLES, sets_threads
+from mpistrat.config import THREAD_VARIABLES, has_thread_variable
 from mpistrat.kernels.threads import limit_threads
 
 
@@ -31,7 +31,7 @@ class Library:
 def unset(monkeypatch):
     for name in THREAD_VARIABLES:
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(config, "_set_here", {})
+    monkeypatch.setattr(config, "_own_variables", {})
 
 
 @pytest.fixture
@@ -63,11 +63,11 @@ def test_a_module_that_is_being_imported_is_left_alone(loaded, monkeypatch):
 
 @pytest.mark.parametrize("name", THREAD_VARIABLES)
 def test_a_variable_of_the_user_stays(unset, name, monkeypatch):
-    assert not sets_threads()
+    assert not has_thread_variable()
     config.set_thread_variable(2)
-    assert not sets_threads()
+    assert not has_thread_variable()
     monkeypatch.setenv(name, "7")
-    assert sets_threads()
+    assert has_thread_variable()
     config.set_thread_variable(3)
     assert os.environ[name] == "7"
     assert os.environ["OMP_NUM_THREADS"] == ("7" if name == "OMP_NUM_THREADS" else "2")

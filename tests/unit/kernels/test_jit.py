@@ -103,9 +103,9 @@ class TestKernel:
     def test_both_forms_and_the_call_agree_with_their_oracles(self):
         total = jit.kernel(twin)(loop)
         values = np.array([1.0, 2.0, 4.0])
-        assert total.twin(values) == 7.5
+        assert total.reference(values) == 7.5
         assert total.compiled()(values) == 7.0
-        assert total(values) == (7.0 if jit.compiling() else 7.5)
+        assert total(values) == (7.0 if jit.is_compiling() else 7.5)
         assert total.compiled() is total.compiled()
 
     def test_it_keeps_the_name_and_the_docstring(self):
@@ -128,7 +128,7 @@ class TestDoor:
         assert program("import kernels_here\nprint('numba' in sys.modules)") == ["False"]
 
     def test_the_option_chooses_twins_without_numba(self, program):
-        code = CALL.format(dtype="f8") + "print('numba' in sys.modules, jit.compiling())"
+        code = CALL.format(dtype="f8") + "print('numba' in sys.modules, jit.is_compiling())"
         assert program(code, MPISTRAT_NUMBA="0") == ["1014.0", "False", "False"]
 
     def test_without_numba_twins_run_after_one_warning(self, program):
@@ -232,7 +232,7 @@ def casts():
 def summed(name):
     rows = np.random.default_rng(0).standard_normal((2, 4096)).astype("f4").astype(name)
     want = (rows[0].astype("f4") + rows[1].astype("f4")).astype(name)
-    row_loops.reduce_narrow(np.add, rows, 0, 4096, None, 1.0, True)
+    row_loops.reduce_narrow(np.add, rows, 0, 4096, scales=None, divisor=1.0, uses_loop=True)
     print((rows[0] == want).all())
 
 {calls}
@@ -281,7 +281,7 @@ class TestNode:
         assert program(NO_PLACE + CALL.format(dtype="f8") + HITS, **env) == ["14.0", "1"]
 
     def test_one_process_of_a_node_compiles_and_the_others_load(self, program, tmp_path):
-        patient = "from mpistrat.kernels import jit\njit._LONGEST = 200.0\n"
+        patient = "from mpistrat.kernels import jit\njit._MAX_WAIT_SECONDS = 200.0\n"
         code = patient + CALL.format(dtype="f8")
         code += "print(squares.compiled().stats.cache_misses.total())"
         ranks = [program.start(code, TMPDIR=str(tmp_path)) for _ in range(3)]
@@ -290,14 +290,14 @@ class TestNode:
 
     def test_who_waits_too_long_compiles(self, tmp_path, monkeypatch):
         monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-        monkeypatch.setattr(jit, "_LONGEST", 0.05)
+        monkeypatch.setattr(jit, "_MAX_WAIT_SECONDS", 0.05)
         with (jit.node_directory() / "kernel").open("w") as other:
             fcntl.flock(other, fcntl.LOCK_EX)
             assert not jit._acquire("kernel")
         assert jit._acquire("kernel")
         assert not jit._acquire("kernel")  # of this process itself, which must not wait for it
         jit._release("kernel")
-        assert not jit.held
+        assert not jit._held_locks
 
 
 DRIVER = """
@@ -353,10 +353,8 @@ class TestDriver:
         assert files(self.CALL + self.HITS) == ["6.0", "9.0", "2"]
 
     def test_its_twin_is_itself_around_twins(self, files):
-        twins = (
-            "from drivers_here import *\nprint(doubles.twin(np.ones(3)), 'numba' in sys.modules)"
-        )
-        assert files(twins) == ["2006.0", "False"]
+        call = "print(doubles.reference(np.ones(3)), 'numba' in sys.modules)"
+        assert files(f"from drivers_here import *\n{call}") == ["2006.0", "False"]
         assert files(self.CALL, MPISTRAT_NUMBA="0") == ["2006.0", "2009.0"]
 
     @pytest.mark.nightly
@@ -377,15 +375,15 @@ def _one_more(x):
 
 def test_a_twin_that_two_threads_want_at_once_is_made_once(monkeypatch):
     made = jit.driver(_one_more, _part=jit.helper(_ten_times))
-    found, renamed = [], jit._renamed
-    other = threading.Thread(target=lambda: found.append(made.twin(4)))
+    found, renamed = [], jit._copy_with_globals
+    other = threading.Thread(target=lambda: found.append(made.reference(4)))
 
     def slow(*given):
         other.start()
         other.join(0.05)  # as long as it is not made, the other one waits
         return renamed(*given)
 
-    monkeypatch.setattr(jit, "_renamed", slow)
-    assert made.twin(4) == 41
+    monkeypatch.setattr(jit, "_copy_with_globals", slow)
+    assert made.reference(4) == 41
     other.join()
     assert found == [41]

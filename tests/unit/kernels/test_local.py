@@ -32,7 +32,7 @@ SHAPES = [(3, 4, 5), (70, 3, 130), (2, 2500), (600, 2)]
 def path(request, monkeypatch):
     """Run the test on both forms of the kernel."""
     kernel = local_sums._add_loops
-    chosen = kernel.compiled() if request.param == "compiled" else kernel.twin
+    chosen = kernel.compiled() if request.param == "compiled" else kernel.reference
     monkeypatch.setattr(local_sums, "_add_loops", chosen)
     return request.param
 
@@ -362,7 +362,7 @@ class TestAccuracy:
         for axes in subsets(3):
             monkeypatch.setattr(local_sums, "_add_loops", kernel.compiled())
             ours = local_sums.local_sum(x, axes, x.dtype)[0]
-            monkeypatch.setattr(local_sums, "_add_loops", kernel.twin)
+            monkeypatch.setattr(local_sums, "_add_loops", kernel.reference)
             twins = local_sums.local_sum(x, axes, x.dtype)[0]
             np.testing.assert_allclose(ours, twins, rtol=64 * np.finfo(dtype).eps)
 
@@ -419,7 +419,7 @@ class TestTraversal:
 
     def loops(self, x, axes):
         steps = tuple(step // x.itemsize for step in x.strides)
-        plan = local_sums._plan(x.shape, steps, axes, 1)
+        plan = local_sums._make_plan(x.shape, steps, axes, 1)
         return plan.loops[:2, :2].tolist(), len(plan.loops)
 
     def test_rows_are_read_whole_when_columns_are_summed(self):

@@ -55,7 +55,7 @@ def assert_same(found, want):
 @pytest.mark.parametrize("weights", [None, [3.0, 1.0, 2.0, 5.0]])
 @pytest.mark.parametrize("n", [1, 2, 3, 4])
 def test_buffers_are_folded_in_place_with_numpys_bits(n, weights, dtype, monkeypatch):
-    monkeypatch.setattr(rows_module, "_COMPILE", 2**16)
+    monkeypatch.setattr(rows_module, "_MIN_COMPILED_COLUMNS", 2**16)
     shapes = [(2**16 + 777,), (300, 7)]
 
     def rank(comm):
@@ -101,9 +101,9 @@ def test_buffers_are_folded_in_place_with_numpys_bits(n, weights, dtype, monkeyp
 def test_the_loop_has_the_bits_of_numpy(count, scales, by, dtype):
     rows = np.array([values_of(r, dtype) for r in range(count)])
     twin = rows.copy()
-    given = (17, 60_011, None if scales is None else np.array(scales[:count]), by)
-    reduce_rows(np.add, rows, rows, *given, ready=True)
-    reduce_rows(np.add, twin, twin, *given, ready=False, whole=1)
+    given = {"scales": None if scales is None else np.array(scales[:count]), "divisor": by}
+    reduce_rows(np.add, rows, rows, 17, 60_011, **given, is_compiled=True)
+    reduce_rows(np.add, twin, twin, 17, 60_011, **given, is_compiled=False, total_columns=1)
     assert_same(rows, twin)
     np.testing.assert_array_equal(rows[:, :17].view("u2"), twin[:, :17].view("u2"))
     assert rows[0].tobytes()[34:120_022] == rows[1].tobytes()[34:120_022]

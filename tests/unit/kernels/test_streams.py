@@ -12,14 +12,14 @@ from mpistrat.kernels import elementwise
 def form(request, monkeypatch):
     kernel = elementwise._copy
     monkeypatch.setattr(
-        kernel, "_run", kernel.compiled() if request.param == "compiled" else kernel.twin
+        kernel, "_run", kernel.compiled() if request.param == "compiled" else kernel.reference
     )
 
 
 @pytest.fixture
 def short(monkeypatch):
     """Let arrays of any size go past the caches."""
-    monkeypatch.setattr(elementwise, "_LEAST", 64)
+    monkeypatch.setattr(elementwise, "_MIN_STREAMED_NBYTES", 64)
 
 
 @pytest.mark.parametrize("size", [0, 1, 63, 64, 65, 127, 128, 1000, 4096])

@@ -17,7 +17,7 @@ from mpistrat.comm.loopback import LoopbackComm, LoopbackWorld
 from mpistrat.kernels import local_sums
 from mpistrat.kernels import rows as rows_module
 from mpistrat.kernels.rows import reduce_rows, spread_rows
-from mpistrat.kernels.threads import Team, cuts
+from mpistrat.kernels.threads import Team, cut_range
 from mpistrat.testing import run_ranks
 
 COUNTS = [1, 2, 3, 5]
@@ -43,7 +43,7 @@ def helpers():
 @every("parts", COUNTS)
 @every(("start", "stop"), [(0, 0), (0, 1), (3, 50), (16, 32), (5, 1000)])
 def test_cuts_cover_a_range_once_and_meet_at_steps(start, stop, parts, step):
-    found = cuts(start, stop, parts, step)
+    found = cut_range(start, stop, parts, step)
     assert [i for low, high in found for i in range(low, high)] == list(range(start, stop))
     assert len(found) <= parts
     assert all(low % step == 0 for low, _ in found[1:])
@@ -150,14 +150,14 @@ def same_bits(dtype, fold, scaled, monkeypatch):
         pytest.skip("complex numbers have no order")
     if np.dtype(dtype).kind in "iu" and scaled:
         pytest.skip("integers are not scaled")
-    monkeypatch.setattr(rows_module, "_COMPILE", 1)
-    monkeypatch.setattr(rows_module, "_PART", 200)
+    monkeypatch.setattr(rows_module, "_MIN_COMPILED_COLUMNS", 1)
+    monkeypatch.setattr(rows_module, "_MIN_PART_COLUMNS", 200)
     given = matrix(3, 5000, dtype)
     rest = (np.array([2.0, 0.5, 3.0]), 7.0) if scaled else (None, 1.0)
     found = []
     for count in COUNTS:
         rows, team = given.copy(), team_of(count)
-        reduce_rows(fold, rows, rows, 17, 4321, *rest, None, team)
+        reduce_rows(fold, rows, rows, 17, 4321, scales=rest[0], divisor=rest[1], team=team)
         assert rows[:, :17].tobytes() == given[:, :17].tobytes()
         assert rows[:, 4321:].tobytes() == given[:, 4321:].tobytes()
         found.append(rows.tobytes())
@@ -168,7 +168,7 @@ def same_bits(dtype, fold, scaled, monkeypatch):
 
 
 def test_spreading_has_the_same_bits_with_any_number_of_threads(monkeypatch):
-    monkeypatch.setattr(rows_module, "_PART", 200)
+    monkeypatch.setattr(rows_module, "_MIN_PART_COLUMNS", 200)
     given = matrix(3, 5000, "f8")
     want = given[1, 17:4321]
     for count in COUNTS:
@@ -198,7 +198,7 @@ LAYOUTS = {
 def test_local_sums_have_the_same_bits_with_any_number_of_threads(layout, monkeypatch):
     make, axes = LAYOUTS[layout]
     x = make()
-    monkeypatch.setattr(local_sums, "_PART", 1000)
+    monkeypatch.setattr(local_sums, "_THREAD_NBYTES", 1000)
     found = []
     for count in COUNTS:
         team = team_of(count)
@@ -214,7 +214,7 @@ def test_local_sums_have_the_same_bits_with_any_number_of_threads(layout, monkey
 
 
 def test_local_sums_are_divided_at_all(monkeypatch, team):
-    monkeypatch.setattr(local_sums, "_PART", 1000)
+    monkeypatch.setattr(local_sums, "_THREAD_NBYTES", 1000)
     parts = []
     monkeypatch.setattr(Team, "run", lambda self, work, *rest: parts.append(rest))
     x = np.ones((90, 5001), np.float32)
@@ -238,8 +238,8 @@ def test_a_session_has_the_threads_that_are_asked_for(size, asked, wanted, monke
 
 @pytest.mark.parametrize(("cores", "wanted"), [(1, None), (2, None), (4, 2), (7, 3)])
 def test_ranks_divide_the_cores_if_nothing_is_asked_for(cores, wanted, monkeypatch):
-    monkeypatch.setattr("mpistrat.lockstep.startup.mask_of", lambda: (1 << cores) - 1)
-    monkeypatch.setattr("mpistrat.lockstep.startup.quota", lambda: 100.0)
+    monkeypatch.setattr("mpistrat.lockstep.startup.affinity_mask", lambda: (1 << cores) - 1)
+    monkeypatch.setattr("mpistrat.lockstep.startup.cpu_quota", lambda: 100.0)
 
     def program(comm):
         team = ms.MirroredStrategy(comm=comm)._replicas.lockstep.session.team
@@ -251,7 +251,7 @@ def test_ranks_divide_the_cores_if_nothing_is_asked_for(cores, wanted, monkeypat
 @pytest.mark.parametrize("how", ["fresh", "in place"])
 @pytest.mark.parametrize("per_node", ["0", "2"])
 def test_all_reduces_have_the_same_bits_with_any_number_of_threads(how, per_node, monkeypatch):
-    monkeypatch.setattr(rows_module, "_PART", 5000)
+    monkeypatch.setattr(rows_module, "_MIN_PART_COLUMNS", 5000)
     monkeypatch.setenv("MPISTRAT_RANKS_PER_NODE", per_node)
     done = []
     original = Team.run
@@ -279,7 +279,7 @@ def test_all_reduces_have_the_same_bits_with_any_number_of_threads(how, per_node
 
 
 def test_reduce_over_rows_uses_them(monkeypatch):
-    monkeypatch.setattr(local_sums, "_PART", 1000)
+    monkeypatch.setattr(local_sums, "_THREAD_NBYTES", 1000)
     monkeypatch.setenv("MPISTRAT_THREADS", "2")
     done = []
     original = Team.run

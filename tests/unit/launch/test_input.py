@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from mpistrat.config import environment
+from mpistrat.config import child_environment
 from mpistrat.launch.streams import leave_input, take_input
 
 PROGRAM = """
@@ -28,7 +28,7 @@ def job(tmp_path, size=2, **given):
     program.write_text(PROGRAM)
     done = subprocess.run(
         [sys.executable, "-m", "mpistrat", "run", "-n", str(size), str(program)],
-        env=environment({"MPISTRAT_TIMEOUT": "60"}),
+        env=child_environment({"MPISTRAT_TIMEOUT": "60"}),
         capture_output=True,
         text=True,
         timeout=240,

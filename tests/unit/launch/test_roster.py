@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from mpistrat.config import shared_files
+from mpistrat.config import mapped_shm_files
 from mpistrat.launch import roster
 from mpistrat.launch.plan import LaunchOptions
 from mpistrat.launch.roster import EndedRank, Roster, announce_begin, sign_in
@@ -25,7 +25,7 @@ def test_a_mapped_file_may_have_any_name(tmp_path):
     path = tmp_path / os.fsdecode(b"\xe9\xff")
     path.write_bytes(b"data")
     with path.open("rb") as file, mmap.mmap(file.fileno(), 4, prot=mmap.PROT_READ):
-        assert str(path) not in shared_files()  # it is not in /dev/shm
+        assert str(path) not in mapped_shm_files()  # it is not in /dev/shm
 
 
 @pytest.fixture
@@ -219,14 +219,14 @@ def test_only_what_ranks_have_mapped_is_removed(ranks, tmp_path):
 
 
 def test_a_rank_signs_in_with_the_files_that_it_has_mapped(tmp_path):
-    before = shared_files()
+    before = mapped_shm_files()
     path = Path("/dev/shm", f"mpistrat-test-{os.getpid()}")
     with path.open("wb+") as file:
         file.truncate(4096)
         with mmap.mmap(file.fileno(), 4096):
-            new = shared_files() - before
+            new = mapped_shm_files() - before
             path.unlink()
-            assert shared_files() == before  # nothing is left of it to remove
+            assert mapped_shm_files() == before  # nothing is left of it to remove
     assert new == {str(path)}
     sign_in(tmp_path, 3, new)  # where nobody waits for ranks of this host
     assert not list(tmp_path.iterdir())

@@ -184,7 +184,7 @@ def test_steps_are_counted_from_the_second_on(tmp_path, monkeypatch):
     clock = iter([0.0, 10.0, 20.0, 21.0, 22.0, 30.0])
 
     def program(comm):
-        lockstep = Lockstep(Session.on(comm))
+        lockstep = Lockstep(Session.of_parent(comm))
         if comm.rank:
             StepCounter(lockstep, "never")
             return

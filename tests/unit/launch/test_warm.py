@@ -53,8 +53,8 @@ class TestWarm:
         assert re.match(r"kernels: compiled, or found, in \d+\.\d s", kernels)
 
     def test_an_installation_that_cannot_be_written_is_told(self, tmp_path, monkeypatch, capsys):
-        monkeypatch.setattr(bytecode, "file_of", lambda package: "/dev/null/all.bundle")
-        monkeypatch.setattr(warm, "compiling", lambda: False)
+        monkeypatch.setattr(bytecode, "bundle_path", lambda package: "/dev/null/all.bundle")
+        monkeypatch.setattr(warm, "is_compiling", lambda: False)
         assert main(["warm"]) == 0
         said = capsys.readouterr().out
         assert "cannot be written" in said
@@ -62,7 +62,7 @@ class TestWarm:
 
     @pytest.mark.nightly
     @pytest.mark.timeout(900)
-    @pytest.mark.skipif(not warm.compiling(), reason="without Numba nothing is compiled")
+    @pytest.mark.skipif(not warm.is_compiling(), reason="without Numba nothing is compiled")
     def test_a_program_compiles_nothing_afterwards(self, tmp_path):
         def made(place, program):
             run("-c", program, NUMBA_CACHE_DIR=str(place))

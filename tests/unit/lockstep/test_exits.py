@@ -18,12 +18,12 @@ import pytest
 import mpistrat as ms
 from mpistrat.comm.loopback import LoopbackComm
 from mpistrat.comm.mpi import MPIComm
-from mpistrat.config import Options, passes_on_a_code
+from mpistrat.config import Options, passes_on_exit_code
 from mpistrat.lockstep import ending, exits, mismatch, ranks, startup
 from mpistrat.lockstep.exits import Exits, NotedExit
 from mpistrat.lockstep.shutdown import extract_exit_text
-from mpistrat.shm.arena import Arena
-from mpistrat.shm.storage import Storages
+from mpistrat.shm.arena import SharedMemory
+from mpistrat.shm.storage import StorageFactory
 from mpistrat.strategy import shared_state
 from mpistrat.testing import RanksFailed, run_ranks
 
@@ -110,7 +110,7 @@ SRUN |= {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "0", "PMI_RANK": "0"}
     ],
 )
 def test_launchers_that_pass_on_the_code_of_the_last_rank(env, passes):
-    assert passes_on_a_code(env) is passes
+    assert passes_on_exit_code(env) is passes
 
 
 class Unprintable(Exception):
@@ -276,7 +276,7 @@ def test_what_is_raised_while_a_call_moves_data_ends_the_job(raised, monkeypatch
     assert "mpistrat: rank 1 of 2 failed inside" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("kind", "method"), [(Storages, "make"), (Arena, "block")])
+@pytest.mark.parametrize(("kind", "method"), [(StorageFactory, "make"), (SharedMemory, "block")])
 def test_what_is_raised_while_ranks_make_memory_ends_the_job(monkeypatch, capsys, kind, method):
     def fails(*_):
         raise MemoryError
@@ -284,7 +284,7 @@ def test_what_is_raised_while_ranks_make_memory_ends_the_job(monkeypatch, capsys
     def program(comm):
         strategy = ms.MirroredStrategy()
         with strategy.scope():
-            ms.Variable(1.0) if kind is Storages else strategy.buffers([np.ones(3)])
+            ms.Variable(1.0) if kind is StorageFactory else strategy.buffers([np.ones(3)])
 
     codes = []
     monkeypatch.setattr(ending, "end_job", codes.append)

@@ -200,7 +200,7 @@ def test_ranks_of_two_formats_get_a_sentence(frame_ranks, old_rank, monkeypatch)
     """Both formats are those of this and later versions; none has a bit of the other."""
 
     def program(comm):
-        lockstep = Lockstep(Session.on(comm), frame_ranks)
+        lockstep = Lockstep(Session.of_parent(comm), frame_ranks)
         if comm.rank == old_rank:
             exchange = lockstep._exchange
             lockstep._exchange = lambda digest, payload, flags: exchange(
@@ -220,7 +220,7 @@ class TestPayloads:
     @pytest.mark.parametrize("nbytes", [0, 8, MAX_PAYLOAD, MAX_PAYLOAD + 8, 10_000])
     def test_rows_of_all_ranks(self, nbytes, frame_ranks):
         def program(comm):
-            lockstep = Lockstep(Session.on(comm), frame_ranks)
+            lockstep = Lockstep(Session.of_parent(comm), frame_ranks)
             row = np.random.default_rng(comm.rank).bytes(nbytes)
             rows = lockstep.gather_rows("call", row).copy()
             same = lockstep.gather_rows("call", b"x" * nbytes)
@@ -235,6 +235,8 @@ class TestPayloads:
         """Frames are filled up with zeros, so only the size tells."""
 
         def program(comm):
-            return Lockstep(Session.on(comm)).compare_payloads("call", bytes(3 + comm.rank % 2))
+            return Lockstep(Session.of_parent(comm)).compare_payloads(
+                "call", bytes(3 + comm.rank % 2)
+            )
 
         assert run_ranks(program, 3) == [[bytes(3), bytes(4), bytes(3)]] * 3

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from mpistrat.config import environment, torchrun_size
+from mpistrat.config import child_environment, torchrun_size
 from mpistrat.launch.plan import LaunchOptions
 from mpistrat.launch.run import run
 
@@ -26,7 +26,7 @@ def alone(make, **variables):
     program = f"import mpistrat as ms\n{make}\nprint('begun')"
     done = subprocess.run(
         [sys.executable, "-c", program],
-        env=environment(variables),
+        env=child_environment(variables),
         capture_output=True,
         text=True,
         check=False,

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import mpistrat as ms
-from mpistrat.comm.callsite import in_package
+from mpistrat.comm.callsite import is_package_file
 from mpistrat.lockstep import mismatch, tracebacks
 from mpistrat.lockstep.ending import LastLine
 from mpistrat.lockstep.exits import Exits
@@ -66,7 +66,7 @@ def raised_by(call, *args):
 
 def library_frames(text):
     names = [line.split('"')[1] for line in text.splitlines() if line.startswith("  File ")]
-    return [name for name in names if in_package(name)]
+    return [name for name in names if is_package_file(name)]
 
 
 WAYS = [in_run, in_merge, in_update, in_map, in_once, in_scope]
@@ -151,7 +151,7 @@ def test_all_frames_are_shown_on_request(monkeypatch):
     assert len(library_frames(format_traceback(error))) > 2
     monkeypatch.setenv("MPISTRAT_TRACEBACK", "long")
     with pytest.raises(ms.errors.OptionError, match="it must be short or full"):
-        ms.config.read()
+        ms.config.read_options()
     assert not library_frames(
         format_traceback(error)
     )  # what cannot be read is told by the first call

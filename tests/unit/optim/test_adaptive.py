@@ -116,7 +116,7 @@ def test_groups_change_the_loop_and_the_numbers():
 
 def test_a_variance_that_rounding_makes_negative_counts_as_0():
     optimizer = optim.RMSprop(0.1, beta_2=0.5, centered=True, epsilon=1.0)
-    for kernel in (optimizer.rule.update.twin, optimizer.rule.update.compiled()):
+    for kernel in (optimizer.rule.update.reference, optimizer.rule.update.compiled()):
         w, slots = np.zeros(200), tuple(np.zeros(200) for _ in range(3))
         gradient = np.linspace(0.1, 1e3, 200)
         for step in range(80):

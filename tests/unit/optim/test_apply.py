@@ -110,7 +110,7 @@ def plain(optimizer, steps=3, dtype="f4", factor=1.0):
 def memory(request, monkeypatch):
     """Have each rank its own memory; large variables once per node; and two ranks per node."""
     if request.param == "own":
-        monkeypatch.setattr(storage, "LEAST", 1 << 40)
+        monkeypatch.setattr(storage, "MIN_SHARED_NBYTES", 1 << 40)
     if request.param == "two nodes":
         monkeypatch.setenv("MPISTRAT_RANKS_PER_NODE", "2")
     return request.param
@@ -212,7 +212,7 @@ def test_parts_of_several_nodes_are_exchanged_and_updated_without_a_barrier(piec
     monkeypatch.setenv("MPISTRAT_RANKS_PER_NODE", "2")
     monkeypatch.setattr(inter_node, "MAX_EXCHANGE_ELEMENTS", pieces)
     wanted = plain(optim.Adam(0.05))
-    large = [value for value in first() if value.nbytes >= storage.LEAST]
+    large = [value for value in first() if value.nbytes >= storage.MIN_SHARED_NBYTES]
 
     def rank(comm):
         job = Job(optim.Adam(0.05, nonfinite="ignore"), large, "buffers")
@@ -220,7 +220,7 @@ def test_parts_of_several_nodes_are_exchanged_and_updated_without_a_barrier(piec
         job.step(given[0])
         nodes = job.strategy._replicas.reducer.node.arena.nodes()
         calls = []
-        for comm, name in ((nodes.node, "barrier"), (nodes.lane, "allreduce")):
+        for comm, name in ((nodes.node, "barrier"), (nodes.peers, "allreduce")):
             called = getattr(comm, name)
             count = lambda *args, call=called, name=name: (calls.append(name), call(*args))  # noqa: E731
             monkeypatch.setattr(comm, name, count)

@@ -115,7 +115,7 @@ def test_sums_of_squares_have_the_bits_of_loops(sizes, dtype):
     parts = [rng.standard_normal(size).astype(dtype) for size in sizes]
     sums = SquareSums(parts)
     for _ in range(2):
-        assert sums.compute() == [blocks.sum_squares.twin(part, lanes) for part in parts]
+        assert sums.compute() == [blocks.sum_squares.reference(part, lanes) for part in parts]
         for part in parts:
             part *= 3
     parts[-1][-1:] = np.nan
@@ -123,7 +123,7 @@ def test_sums_of_squares_have_the_bits_of_loops(sizes, dtype):
 
 
 def test_compiled_loops_have_the_bits_of_numpy(monkeypatch):
-    if not jit.compiling():
+    if not jit.is_compiling():
         pytest.skip("Numba is off, or not installed")
     twins = trained(OPTIMIZERS["adam"], {}, True)  # whose passes others compile, too
     monkeypatch.setattr(passes, "_COMPILE", 1)

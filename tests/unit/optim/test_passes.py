@@ -86,7 +86,7 @@ def test_the_loop_of_a_rule_gives_what_its_twin_does(name):
             more = (True,) if rule.can_guard else ()
             for kernel, last in ((rule.measure, (out,)), (rule.update, more)):
                 if kernel is not None:
-                    call = kernel.compiled() if compiled else kernel.twin
+                    call = kernel.compiled() if compiled else kernel.reference
                     call(w, g, slots, np.array(s, "f4"), low, high, *last)
         found.append([w.tobytes(), out.tobytes(), *(slot.tobytes() for slot in slots)])
     assert found[0] == found[1]
@@ -118,7 +118,7 @@ class TestGradient:
         n, dtype = B + 33, np.dtype("f4")
         rows, scales = random((ranks, n), dtype), np.array([3.0, 0.0, 1.5][:ranks])
         wanted = np.empty((1, n), dtype)
-        rows_module.reduce_rows(np.add, rows, wanted, 0, n, scales, 4.5)
+        rows_module.reduce_rows(np.add, rows, wanted, 0, n, scales=scales, divisor=4.5)
         made = passes.Gradient(rows, factors=scales.astype(dtype), divisor=4.5)
         np.testing.assert_array_equal(self.of(made, n, compiled), wanted[0])
 

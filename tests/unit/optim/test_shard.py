@@ -289,7 +289,7 @@ def test_a_step_has_one_message_to_each_twin_and_no_all_reduce_of_parts(monkeypa
         given = [means(0)[0], means(0)[-1]]
         job.step(given)
         nodes, calls = job.strategy._replicas.reducer.node.arena.nodes(), []
-        for group in (nodes.node, nodes.lane):
+        for group in (nodes.node, nodes.peers):
             for name in ("barrier", "allreduce", "allgatherv", "sendrecv"):
                 called = getattr(group, name)
                 count = lambda *args, call=called, name=name: (calls.append(name), call(*args))  # noqa: E731

@@ -27,7 +27,7 @@ MORE = {
 @pytest.fixture(params=["own", "node", "two nodes"])
 def memory(request, monkeypatch):
     if request.param == "own":
-        monkeypatch.setattr(storage, "LEAST", 1 << 40)
+        monkeypatch.setattr(storage, "MIN_SHARED_NBYTES", 1 << 40)
     if request.param == "two nodes":
         monkeypatch.setenv("MPISTRAT_RANKS_PER_NODE", "2")
     return request.param

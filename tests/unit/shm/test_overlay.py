@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from mpistrat.shm import private_mapping as module
-from mpistrat.shm.private_mapping import Overlay
+from mpistrat.shm.private_mapping import PrivateMapping
 
 PAGE = mmap.PAGESIZE
 SIZE = 4 * PAGE
@@ -24,7 +24,7 @@ def pair():
     fd = os.memfd_create("test")
     try:
         os.ftruncate(fd, SIZE)
-        yield np.frombuffer(mmap.mmap(fd, SIZE), np.uint8), Overlay(fd, SIZE, {})
+        yield np.frombuffer(mmap.mmap(fd, SIZE), np.uint8), PrivateMapping(fd, SIZE, {})
     finally:
         os.close(fd)
 
@@ -41,7 +41,7 @@ def test_what_it_writes_is_its_own_until_it_is_forgotten(pair):
     shared, overlay = pair
     seen = np.frombuffer(overlay.view_bytes(0, SIZE), np.uint8)
     shared[:] = 1
-    overlay.lend(PAGE, 3 * PAGE)[PAGE - 2 : PAGE + 2] = 9
+    overlay.map_private(PAGE, 3 * PAGE)[PAGE - 2 : PAGE + 2] = 9
     assert shared.max() == 1
     assert np.flatnonzero(seen == 9).tolist() == [*range(2 * PAGE - 2, 2 * PAGE + 2)]
     shared[:] = 2
@@ -56,14 +56,14 @@ def test_memory_refuses_a_writer(after):
     program = textwrap.dedent(f"""
         import ctypes, mmap, os, resource
         import numpy as np
-        from mpistrat.shm.private_mapping import Overlay
+        from mpistrat.shm.private_mapping import PrivateMapping
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         fd = os.memfd_create("test")
         os.ftruncate(fd, {SIZE})
-        overlay = Overlay(fd, {SIZE}, {{}})
+        overlay = PrivateMapping(fd, {SIZE}, {{}})
         seen = np.frombuffer(overlay.view_bytes(0, {SIZE}), np.uint8)
         if {after == "closed again"}:
-            overlay.lend(0, {SIZE})[3] = 4
+            overlay.map_private(0, {SIZE})[3] = 4
             overlay.close(0, {SIZE})
         print("so far", flush=True)
         ctypes.memset(seen.ctypes.data, 1, 1)
@@ -82,20 +82,20 @@ def test_numpy_will_not_make_it_writable(pair):
 
 def test_a_system_where_changes_do_not_show_is_found_out(pair):
     shared, overlay = pair
-    assert overlay.shows_changes(memoryview(shared), 5)
+    assert overlay.is_coherent(memoryview(shared), 5)
     assert not shared.any()
     elsewhere = memoryview(bytearray(SIZE))
-    assert not overlay.shows_changes(elsewhere, 5)
+    assert not overlay.is_coherent(elsewhere, 5)
     assert not any(elsewhere)
 
 
 def test_a_system_without_private_mappings_says_so(pair, monkeypatch):
     monkeypatch.setattr(module, "_NAMES", ("MAP_OF_ANOTHER_KIND",))
     with pytest.raises(OSError, match="no private mappings"):
-        Overlay(0, SIZE, {})
+        PrivateMapping(0, SIZE, {})
 
 
 def test_a_refusal_of_the_system_is_an_error(pair, monkeypatch):
     monkeypatch.setattr(pair[1], "_address", PAGE)  # where nothing is mapped
     with pytest.raises(OSError, match="Cannot allocate memory"):
-        pair[1].lend(PAGE, 2 * PAGE)
+        pair[1].map_private(PAGE, 2 * PAGE)

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 import mpistrat as ms
-from mpistrat.shm.segments import MIN_NBYTES, Pool
+from mpistrat.shm.segments import MIN_POOLED_NBYTES, ResultPool
 from mpistrat.testing import run_ranks
 
-SHAPE = (3, MIN_NBYTES // 8)
+SHAPE = (3, MIN_POOLED_NBYTES // 8)
 
 pytestmark = pytest.mark.usefixtures("quick_collections")
 
@@ -53,7 +53,7 @@ HOLDERS = {
 
 @pytest.mark.parametrize("how", HOLDERS)
 def test_what_somebody_can_see_is_not_used_again(how):
-    pool = Pool()
+    pool = ResultPool()
     result = pool.empty(SHAPE, np.dtype("f8"))
     result[...] = 1
     place = address(result)
@@ -70,9 +70,9 @@ def test_what_somebody_can_see_is_not_used_again(how):
 
 def test_results_are_ordinary_arrays():
     for dtype in (np.dtype("f4"), np.dtype(ml_dtypes.bfloat16), np.dtype("c16")):
-        found = Pool().empty((2, MIN_NBYTES), dtype)
+        found = ResultPool().empty((2, MIN_POOLED_NBYTES), dtype)
         assert type(found) is np.ndarray
-        assert found.dtype == dtype and found.shape == (2, MIN_NBYTES)
+        assert found.dtype == dtype and found.shape == (2, MIN_POOLED_NBYTES)
         assert found.flags.carray and found.flags.writeable
         found[...] = 3
         again = pickle.loads(pickle.dumps(found))
@@ -80,23 +80,23 @@ def test_results_are_ordinary_arrays():
 
 
 def test_no_more_is_kept_than_was_in_use_at_once_and_not_for_long():
-    pool, f8 = Pool(), np.dtype("f8")
+    pool, f8 = ResultPool(), np.dtype("f8")
     for size in (1, 2, 3, 4):  # one after the other
-        pool.empty((size * MIN_NBYTES,), f8)
+        pool.empty((size * MIN_POOLED_NBYTES,), f8)
     pool.turn()
-    assert pool.waiting_nbytes == 4 * 8 * MIN_NBYTES
-    both = [pool.empty((MIN_NBYTES,), f8) for _ in range(5)]
+    assert pool.waiting_nbytes == 4 * 8 * MIN_POOLED_NBYTES
+    both = [pool.empty((MIN_POOLED_NBYTES,), f8) for _ in range(5)]
     assert pool.waiting_nbytes == 0
     del both
     pool.turn()
-    assert pool.waiting_nbytes == 5 * 8 * MIN_NBYTES
+    assert pool.waiting_nbytes == 5 * 8 * MIN_POOLED_NBYTES
     for _ in range(40):
         pool.turn()
     assert pool.waiting_nbytes == 0
 
 
 def test_a_result_may_be_dropped_by_another_thread():
-    pool = Pool()
+    pool = ResultPool()
     given = [pool.empty(SHAPE, np.dtype("f8"))]
     place = address(given[0])
     thread = threading.Thread(target=given.clear)

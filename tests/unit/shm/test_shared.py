@@ -43,16 +43,16 @@ def forbidden(size, what):
 
 def elsewhere(size, what):
     """As in another pid namespace: the path is something else for the others."""
-    fd, _ = segments._memfd(size, what)
+    fd, _ = segments._create_memfd(size, what)
     other = os.open("/dev/zero", os.O_RDWR)
     return fd, f"/proc/{os.getpid()}/fd/{other}"
 
 
 WAYS = {
-    "memfd": (segments._memfd,),
-    "named": (segments._named,),
-    "fallback": (forbidden, segments._named),
-    "other namespace": (elsewhere, segments._memfd),
+    "memfd": (segments._create_memfd,),
+    "named": (segments._create_named_file,),
+    "fallback": (forbidden, segments._create_named_file),
+    "other namespace": (elsewhere, segments._create_memfd),
 }
 
 
@@ -73,9 +73,9 @@ def test_where_it_is_forbidden_nobody_gets_any(size):
     assert together(size, lambda s, r: shared_memory(s, r == 0, SIZE, WHAT, ways)) == [None] * size
 
 
-@pytest.mark.parametrize("way", [segments._memfd, segments._named])
+@pytest.mark.parametrize("way", [segments._create_memfd, segments._create_named_file])
 def test_if_one_rank_cannot_nobody_does(way, monkeypatch):
-    real = segments._map
+    real = segments._map_file
     blind = []
 
     def one_is_blind(path, size, what, token):
@@ -88,7 +88,7 @@ def test_if_one_rank_cannot_nobody_does(way, monkeypatch):
             blind.append(threading.current_thread())
         return shared_memory(share, rank == 0, SIZE, WHAT, (way,))
 
-    monkeypatch.setattr(segments, "_map", one_is_blind)
+    monkeypatch.setattr(segments, "_map_file", one_is_blind)
     assert together(3, program) == [None] * 3
     assert not names()
 

@@ -10,7 +10,7 @@ import pytest
 
 from mpistrat.comm.loopback import LoopbackComm
 from mpistrat.shm import storage as module
-from mpistrat.shm.arena import Arena
+from mpistrat.shm.arena import SharedMemory
 from mpistrat.shm.storage import NodeStorage, PrivateStorage
 from mpistrat.testing import run_ranks
 
@@ -29,7 +29,7 @@ def start(shape=LARGE, seed=0):
 
 
 def made(comm, value, per_node=0, shared=True):
-    arena = Arena(comm, per_node)
+    arena = SharedMemory(comm, per_node)
     return arena.copies.make(value, shared)
 
 
@@ -40,7 +40,7 @@ def test_contents_are_those_of_the_first_rank(size, per_node):
         copy = made(comm, start(seed=comm.rank), per_node)
         several = size > 1 and per_node != 1
         assert isinstance(copy, NodeStorage if several else PrivateStorage)
-        assert not copy.seen.flags.writeable and copy.seen.view().base is copy.base
+        assert not copy.view.flags.writeable and copy.view.view().base is copy.base
         return copy.array.tobytes()
 
     assert run_ranks(rank, size) == [start(seed=0).tobytes()] * size
@@ -49,9 +49,9 @@ def test_contents_are_those_of_the_first_rank(size, per_node):
 @pytest.mark.parametrize(
     ("value", "shared", "kind"),
     [
-        (np.zeros(module.LEAST, np.uint8), True, NodeStorage),
-        (np.zeros(module.LEAST - 1, np.uint8), True, PrivateStorage),
-        (np.zeros(module.LEAST, np.uint8), False, PrivateStorage),
+        (np.zeros(module.MIN_SHARED_NBYTES, np.uint8), True, NodeStorage),
+        (np.zeros(module.MIN_SHARED_NBYTES - 1, np.uint8), True, PrivateStorage),
+        (np.zeros(module.MIN_SHARED_NBYTES, np.uint8), False, PrivateStorage),
         (np.zeros((0, 3)), True, PrivateStorage),
     ],
 )
@@ -111,7 +111,7 @@ def test_to_put_back_what_nobody_wrote_takes_no_other_rank():
 
 def test_what_is_not_large_lies_together_and_each_on_pages_of_its_own():
     def rank(comm):
-        arena = Arena(comm)
+        arena = SharedMemory(comm)
         held = [arena.copies.make(np.zeros(70_000 + 999 * i, np.uint8), True) for i in range(130)]
         large = arena.copies.make(np.zeros(5_000_000, np.uint8), True)
         places = [(id(c._pages), c._start, c._start + c.array.nbytes) for c in [*held, large]]
@@ -123,7 +123,9 @@ def test_what_is_not_large_lies_together_and_each_on_pages_of_its_own():
     assert run_ranks(rank, 2) == [(4, 0)] * 2
 
 
-@pytest.mark.parametrize("shape", [(module.LEAST // 8,), (1, module.LEAST), (2**16, 1, 1)])
+@pytest.mark.parametrize(
+    "shape", [(module.MIN_SHARED_NBYTES // 8,), (1, module.MIN_SHARED_NBYTES), (2**16, 1, 1)]
+)
 def test_own_copies_and_common_ones_do_the_same(shape):
     rows = np.zeros(2, np.int64)
 
@@ -145,30 +147,34 @@ def test_without_memory_each_rank_has_its_own(monkeypatch):
     )
 
     def rank(comm):
-        arena = Arena(comm)
+        arena = SharedMemory(comm)
         kinds = [type(arena.copies.make(start(seed=comm.rank), True)) for _ in range(3)]
-        return kinds, arena.copies.refused
+        return kinds, arena.copies.is_refused
 
     assert run_ranks(rank, 2) == [([PrivateStorage] * 3, True)] * 2
 
 
 @pytest.mark.parametrize("count", [LARGE[0], 70 * LARGE[0]])
 def test_pages_that_one_rank_cannot_take_nobody_gets(count, monkeypatch):
-    monkeypatch.setattr(NodeStorage, "touch", lambda self: self.node.rank != 1)
+    monkeypatch.setattr(NodeStorage, "populate", lambda self: self.node.rank != 1)
 
     def rank(comm):
-        arena = Arena(comm)
+        arena = SharedMemory(comm)
         value = start((count, LARGE[1]), seed=comm.rank)
-        copy = arena.copies.make(value, shared=True)
+        copy = arena.copies.make(value, may_share=True)
         wanted = start((count, LARGE[1]), seed=0)
-        return isinstance(copy, PrivateStorage), arena.copies.refused, (copy.array == wanted).all()
+        return (
+            isinstance(copy, PrivateStorage),
+            arena.copies.is_refused,
+            (copy.array == wanted).all(),
+        )
 
     assert run_ranks(rank, 3) == [(True, True, True)] * 3
 
 
 def test_each_rank_takes_the_pages_of_its_slice(monkeypatch):
     taken = []
-    monkeypatch.setattr(module, "touch", lambda memory, parts: taken.extend(parts) or True)
+    monkeypatch.setattr(module, "populate", lambda memory, parts: taken.extend(parts) or True)
     run_ranks(lambda comm: type(made(comm, start())), 4)
     ends = [low for low, _ in sorted(taken)], [high for _, high in sorted(taken)]
     assert ends[0][1:] == ends[1][:-1]

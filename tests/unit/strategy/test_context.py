@@ -301,7 +301,7 @@ def test_calls_from_another_thread_say_so():
 
 
 def test_what_the_launcher_says_is_enough(monkeypatch):
-    monkeypatch.setattr(session, "initialized", lambda: False)
+    monkeypatch.setattr(session, "is_mpi_running", lambda: False)
     monkeypatch.setenv("PMI_SIZE", "3")
     with pytest.raises(ms.ContextError, match=NOWHERE.format(3)):
         ms.get_replica_context().all_reduce("SUM", 2.0)

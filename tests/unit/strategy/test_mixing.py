@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import mpistrat as ms
-from mpistrat.comm.session import alone
+from mpistrat.comm.session import make_single_rank_comm
 from mpistrat.testing import run_ranks
 
 ctx = ms.get_replica_context
@@ -196,7 +196,7 @@ def test_one_replica_writes_to_ordinary_variables():
 
 def test_outside_of_scopes_local_results_are_those_of_the_own_strategy():
     def rank(comm):
-        world, one = ms.MirroredStrategy(), ms.MirroredStrategy(comm=alone())
+        world, one = ms.MirroredStrategy(), ms.MirroredStrategy(comm=make_single_rank_comm())
         with world.scope():
             v = ms.Variable(float(comm.rank), name="v")
         assert world.experimental_local_results(v)[1] == 0.0

@@ -62,7 +62,7 @@ def test_what_cannot_be_read_is_an_error_that_says_why(text, words):
 @pytest.mark.parametrize("text", ["kill", "rank=1;kill", "rank==1", ";"])
 def test_the_variable_wants_pairs(text):
     with pytest.raises(OptionError, match="MPISTRAT_FAULT"):
-        config.read({"MPISTRAT_FAULT": text})
+        config.read_options({"MPISTRAT_FAULT": text})
 
 
 def test_the_variable_is_read_when_a_strategy_is_made(monkeypatch):

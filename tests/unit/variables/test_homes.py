@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 
 import mpistrat as ms
-from mpistrat.comm.session import alone
+from mpistrat.comm.session import make_single_rank_comm
 from mpistrat.testing import run_ranks
 
 
 def self_strategy():
     """Return a strategy over this rank alone, as one over MPI.COMM_SELF is."""
-    return ms.MirroredStrategy(comm=alone())
+    return ms.MirroredStrategy(comm=make_single_rank_comm())
 
 
 def placed(comm, ranks):

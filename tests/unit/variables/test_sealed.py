@@ -8,7 +8,7 @@ import pytest
 from every import every
 
 import mpistrat as ms
-from mpistrat.arrays import sealed
+from mpistrat.arrays import seal
 from mpistrat.testing import run_ranks
 
 pytestmark = pytest.mark.usefixtures("kept")
@@ -143,7 +143,7 @@ def test_mirrored_values(value, size):
 def test_every_layout_of_every_dtype_can_be_sealed(code):
     whole = np.arange(24).reshape(4, 6).astype(code)
     for array in (whole, whole.T, whole[::2, ::-1], whole[:0], whole[1:2, 0].reshape(())):
-        view = sealed(array)
+        view = seal(array)
         assert (view.dtype, view.shape) == (array.dtype, array.shape)
         assert view.tolist() == array.tolist()
         assert np.shares_memory(view, array) == (array.size > 0)
@@ -185,7 +185,7 @@ def test_what_update_returns_of_another_byte_order(dtype, shape):
 @every("shape", [(), (0, 2), (3, 2)])
 def test_dtypes_without_a_buffer(dtype, shape):
     array = np.zeros(shape, "i1").astype(dtype).T
-    seen = sealed(array)
+    seen = seal(array)
     assert_sealed(seen)
     assert (seen.dtype, seen.shape) == (array.dtype, array.shape)
     assert not array.size or np.shares_memory(seen, array)

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from mpistrat.comm.callsite import compiles, ours, place_of, ranks_text
+from mpistrat.comm.callsite import call_site_of, is_library_file, is_numba_on_stack, ranks_text
 from mpistrat.watchdog.status_board import NodeBoard, Reporter, get_frame, node_board_nbytes
 
 SECOND = 10**9
@@ -101,25 +101,25 @@ def test_the_place_is_outside_mpistrat():
     from mpistrat.watchdog import status_board as inside
 
     caller = frame("train.py", 88)
-    assert ours(inside.__file__)
-    assert place_of(frame(inside.__file__, 3, back=caller)) == "train.py:88"
-    assert place_of(sys._getframe()).startswith("test_reporter.py:")
-    assert place_of(None) == ""
-    assert not compiles(caller)
+    assert is_library_file(inside.__file__)
+    assert call_site_of(frame(inside.__file__, 3, back=caller)) == "train.py:88"
+    assert call_site_of(sys._getframe()).startswith("test_reporter.py:")
+    assert call_site_of(None) == ""
+    assert not is_numba_on_stack(caller)
 
 
 def test_a_stack_that_ends_in_no_frame_has_no_place():
     from mpistrat.watchdog import status_board as inside
 
     broken = frame(inside.__file__, back=frame)
-    assert place_of(broken) == ""
-    assert not compiles(broken)
+    assert call_site_of(broken) == ""
+    assert not is_numba_on_stack(broken)
 
 
 def test_imports_and_loads_of_numba_count_as_compiling():
     for name in ("numba", "numba.core.types", "numba.core.caching"):
-        assert compiles(frame("deep.py", back=frame("x.py", 1, name, frame())))
-    assert not compiles(frame("deep.py", back=frame("x.py", 1, "numbastic.core", frame())))
+        assert is_numba_on_stack(frame("deep.py", back=frame("x.py", 1, name, frame())))
+    assert not is_numba_on_stack(frame("deep.py", back=frame("x.py", 1, "numbastic.core", frame())))
 
 
 def test_the_frame_of_another_thread_is_found():

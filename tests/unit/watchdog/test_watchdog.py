@@ -397,7 +397,7 @@ def test_a_group_whose_python_code_goes_on_is_no_hang_for_those_that_leave(
     nodes, of_group, waits, cluster, monkeypatch
 ):
     world, motions = cluster(*nodes, limits=SHORT), itertools.count()
-    monkeypatch.setattr(status_board, "motion_of", lambda frame: frame and next(motions))
+    monkeypatch.setattr(status_board, "stack_fingerprint", lambda frame: frame and next(motions))
     other = world.ranks[1].watchdog.reporter
     other.get_frame = lambda thread: SimpleNamespace(
         f_code=SimpleNamespace(co_filename="a.py"), f_lineno=1, f_back=None, f_globals={}

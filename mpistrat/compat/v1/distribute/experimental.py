@@ -1,7 +1,7 @@
 """The names of ``tf.compat.v1.distribute.experimental``."""
 
 from mpistrat.compat.absent import make_getattr as _make_getattr
-from mpistrat.names import bound as _bound
+from mpistrat.names import bind_public_names as _bound
 
 __all__, __getattr__, __dir__ = _bound(
     __name__, __file__, _make_getattr("tf.compat.v1.distribute.experimental")
