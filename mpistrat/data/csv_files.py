@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import csv
 import itertools
-import os
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -171,28 +170,28 @@ def _find_column_indices(
 
 
 def read_csv(
-    path: str | os.PathLike[str],
-    dtypes: Mapping[str, Any] | None,
+    path: str,
+    *,
+    dtypes: Mapping[str, Any],
     columns: Sequence[str] | None,
     names: Sequence[str] | None,
     delimiter: str,
     encoding: str,
 ) -> dict[str, Array]:
     """Return the columns of a file by name; see `Dataset.from_csv`, also for errors."""
-    file_name, dtypes = os.fspath(path), dtypes or {}
-    records = _iterate_records(file_name, delimiter, encoding)
+    records = _iterate_records(path, delimiter, encoding)
     header = [cell.strip() for cell in next(records, (0, []))[1]] if names is None else [*names]
     if not header:
-        raise DataError(f"{file_name} is empty: it has no line with the names of columns.")
-    column_indices = _find_column_indices(file_name, header, columns, dtypes)
-    checked_dtypes = {name: _check_dtype(file_name, name, dtype) for name, dtype in dtypes.items()}
+        raise DataError(f"{path} is empty: it has no line with the names of columns.")
+    column_indices = _find_column_indices(path, header, columns, dtypes)
+    checked_dtypes = {name: _check_dtype(path, name, dtype) for name, dtype in dtypes.items()}
     cells: dict[str, list[str]] = {name: [] for name in column_indices}
     targets = [(cells[name].append, column_index) for name, column_index in column_indices.items()]
     line_numbers = array("q")
     for line, record in records:
         if len(record) != len(header):
             raise DataError(
-                f"{file_name}, line {line}: {len(record)} cells; expected {len(header)}, one for "
+                f"{path}, line {line}: {len(record)} cells; expected {len(header)}, one for "
                 f"each of the columns {', '.join(map(repr, header))}. The delimiter is "
                 f"{delimiter!r}."
             )
@@ -201,7 +200,7 @@ def read_csv(
             append(record[column_index])
     arrays = {}
     for name in column_indices:
-        column = _Column(file_name, name, cells.pop(name), line_numbers)
+        column = _Column(path, name, cells.pop(name), line_numbers)
         arrays[name] = (
             column.convert_cells(checked_dtypes[name])
             if name in checked_dtypes

@@ -24,6 +24,8 @@ from mpistrat.data.sources import INFINITE, UNKNOWN, Files, Stream, convert_list
 from mpistrat.data.steps import Batch, Map, PaddedBatch, Rebatch, Repeat, Step, Stride, make_shuffle
 from mpistrat.errors import DataError
 
+_Path = str | os.PathLike[str]
+
 
 class Dataset:
     """A lazy sequence of examples or batches; iteration reads them.
@@ -190,7 +192,7 @@ class Dataset:
 
     @staticmethod
     def from_csv(
-        path: str | os.PathLike[str],
+        path: _Path,
         *,
         dtypes: Mapping[str, Any] | None = None,
         columns: Sequence[str] | None = None,
@@ -230,7 +232,16 @@ class Dataset:
           >>> [(int(row["x"]), float(row["y"])) for row in dataset]
           [(1, 0.5), (2, nan)]
         """
-        return Dataset(read_csv(path, dtypes, columns, names, delimiter, encoding))
+        return Dataset(
+            read_csv(
+                os.fspath(path),
+                dtypes=dtypes or {},
+                columns=columns,
+                names=names,
+                delimiter=delimiter,
+                encoding=encoding,
+            )
+        )
 
     @staticmethod
     def range(*args: int) -> Dataset:
