@@ -4,6 +4,7 @@ from mpistrat import cluster_resolver as cluster_resolver
 from mpistrat import compat as compat
 from mpistrat import coordinator as coordinator
 from mpistrat import experimental as experimental
+from mpistrat import losses as losses
 from mpistrat import metrics as metrics
 from mpistrat import optim as optim
 from mpistrat import random as random

@@ -24,7 +24,7 @@ ROWS = (
     ("collectives",),
     ("data",),
     ("variables", "strategy", "advice"),
-    ("optim", "metrics", "checkpoint", "random"),
+    ("optim", "metrics", "losses", "checkpoint", "random"),
     ("training",),
     (
         *("launch", "compat", "testing", "examples", "__main__"),

@@ -33,7 +33,8 @@ FOREIGN_SIGNATURES = {
     r"cluster/(clouds|resolvers|slurm)\.py": r"__init__",  # TensorFlow
     r"torch/functions\.py": r"forward",  # torch.autograd
     r"kernels/.*": r".*",  # compiled loops, which take no records
-    r"optim/(adam|lamb|lars|lion|sgd|blocks|passes)\.py": r".*",  # compiled loops of optimizers
+    # Compiled loops of optimizers.
+    r"optim/(adagrad|adam|lamb|lars|lion|rmsprop|sgd|blocks|passes)\.py": r".*",
 }
 
 

@@ -11,8 +11,10 @@ Begin with `dataset` and `distributed`; the modules between them are what these 
 order in which an element passes them.
 
 - `sources`: arrays that are read by rows, streams of batches, files.
+- `csv_files`: the columns of a CSV file as arrays.
 - `pieces`: `LazyBatch`, a global batch that is not read yet; `Order`, a sequence of row numbers.
 - `steps`: the transformations: shuffle, batch, map and so on.
+- `filtered`: the transformation that keeps rows or batches by a predicate.
 - `pipeline`: a source with its steps; the options of how a dataset is distributed.
 - `dataset`: `Dataset`, the public description.
 - `iterators`: iterators with the methods of ``tf.data``; reading ahead in one thread.

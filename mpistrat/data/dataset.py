@@ -15,6 +15,7 @@ import numpy as np
 
 from mpistrat import pytree
 from mpistrat.arrays import check_bool, check_callable, check_int
+from mpistrat.data.csv_files import read_csv
 from mpistrat.data.iterators import DatasetIterator, prefetch_elements
 from mpistrat.data.pieces import LazyBatch
 from mpistrat.data.pipeline import AutoShardPolicy, Batches, DatasetOptions, Examples, make_pipeline
@@ -22,6 +23,8 @@ from mpistrat.data.position import EpochPosition, compute_position, draw_seeds
 from mpistrat.data.sources import INFINITE, UNKNOWN, Files, Stream, convert_lists
 from mpistrat.data.steps import Batch, Map, PaddedBatch, Rebatch, Repeat, Step, Stride, make_shuffle
 from mpistrat.errors import DataError
+
+_Path = str | os.PathLike[str]
 
 
 class Dataset:
@@ -188,6 +191,59 @@ class Dataset:
         return object.__new__(Dataset)._initialize(Batches(files))
 
     @staticmethod
+    def from_csv(
+        path: _Path,
+        *,
+        dtypes: Mapping[str, Any] | None = None,
+        columns: Sequence[str] | None = None,
+        names: Sequence[str] | None = None,
+        delimiter: str = ",",
+        encoding: str = "utf-8-sig",
+    ) -> Dataset:
+        """Return a dataset of the rows of a CSV file, each a dict of its columns by name.
+
+        The file is read at once, by every rank that calls it; lines without a cell are left out.
+        Where it does not fit into memory, read parts of it by `from_files` and `rebatch`.
+
+        Args:
+          path: The file.
+          dtypes: Dtypes by column: integers, floats, bool (true, false, 1 or 0) or str. Others are
+            int64 if all cells are such numbers; else float64, where an empty cell is NaN; else str,
+            as are integers too large for int64. Give str for numbers like "007".
+          columns: The names of those to read, in this order; None for all.
+          names: The names of all columns, if the file has no first line with them.
+          delimiter: What stands between cells.
+          encoding: That of the file; by default UTF-8, with or without a mark of byte order.
+
+        Raises:
+          DataError: A cell is not of its dtype, or a line has another number of cells: the error
+            names file, line and column. Or a column is not there, or twice; or there is no text.
+          OSError: The file cannot be read.
+
+        Cost:
+          Reading the file, with its cells as Python strings in memory meanwhile.
+
+        Example:
+          >>> import tempfile
+          >>> with tempfile.NamedTemporaryFile("w") as file:
+          ...     for line in ("x,y,name", "1,0.5,a", "2,,b"):
+          ...         print(line, file=file, flush=True)
+          ...     dataset = Dataset.from_csv(file.name, columns=["x", "y"])
+          >>> [(int(row["x"]), float(row["y"])) for row in dataset]
+          [(1, 0.5), (2, nan)]
+        """
+        return Dataset(
+            read_csv(
+                os.fspath(path),
+                dtypes=dtypes or {},
+                columns=columns,
+                names=names,
+                delimiter=delimiter,
+                encoding=encoding,
+            )
+        )
+
+    @staticmethod
     def range(*args: int) -> Dataset:
         """Return a dataset of int64 numbers, with the arguments of the built-in ``range``.
 
@@ -238,7 +294,9 @@ class Dataset:
                 "whole epoch is always shuffled. Write shuffle(), or shuffle(seed=7) for a "
                 "reproducible order."
             )
-        step = make_shuffle(self.cardinality(), seed, self._seed_count, reshuffle_each_iteration)
+        step = make_shuffle(
+            self._pipeline.max_cardinality(), seed, self._seed_count, reshuffle_each_iteration
+        )
         return self._add_step(step, seed_count=seed is None)
 
     def batch(self, batch_size: int, drop_remainder: bool = False) -> Dataset:
@@ -375,6 +433,41 @@ class Dataset:
             raise DataError("map before batch gets one example anyway; leave rowwise=True out.")
         return self._replace_pipeline(self._pipeline.add_map(fn))
 
+    def filter(self, predicate: Callable[..., Any]) -> Dataset:
+        """Return a dataset of the elements for which ``predicate(element)`` is true.
+
+        Elements that are tuples are unpacked, as by `map`. Before `batch`, the predicate judges one
+        example, once: when the dataset is distributed each rank judges its share of the rows, and
+        all ranks get to know which rows are kept; elsewhere this rank judges all, when the first is
+        needed. From then on it is as if the source had these rows only, so that cardinality,
+        shuffles, batches, shards and resuming in mid-epoch are exact at every number of ranks. The
+        predicate must say the same of a row on every rank; its contents are not looked at again.
+
+        After `batch`, and for batches from an iterable or files, the predicate judges whole batches
+        as they come, in every epoch and on every rank, which **reads every row**; their number is
+        `UNKNOWN`.
+
+        Args:
+          predicate: Returns True or False, as Python's or NumPy's, for one element.
+
+        Raises:
+          DataError: The dataset is endless, or a `take`, `skip` or `shard` after a `shuffle` takes
+            other rows in each epoch. When it is distributed or read: the predicate returns
+            something else.
+
+        Cost:
+          One pass over the rows, of which each rank reads its share. A byte of memory per row, and
+          eight per kept row in each epoch. Distributing it costs one more handshake, which sends a
+          bit per row.
+
+        Example:
+          >>> odd = Dataset.range(10).filter(lambda x: x % 2 == 1)
+          >>> odd.cardinality(), [batch.tolist() for batch in odd.batch(3)]
+          (5, [[1, 3, 5], [7, 9]])
+        """
+        check_callable("filter(predicate)", predicate)
+        return self._replace_pipeline(self._pipeline.add_filter(predicate))
+
     def prefetch(self, buffer_size: int) -> Dataset:
         """Return a dataset that holds `buffer_size` elements ready, made in a background thread.
 
@@ -510,6 +603,11 @@ class Dataset:
         """
         return f"{self._pipeline.describe()}, {self._policy.name}"
 
+    def _describe_with_rows(self) -> str:
+        """Return `_describe` and which rows filters keep; predicates run that have not run."""
+        selections = [f", {step.selection.describe()}" for step in self._pipeline.row_filters]
+        return "".join([self._describe(), *selections])
+
     @property
     def element_spec(self) -> Any:
         """The tree of `Spec(shape, dtype)` of an element, where None is a number of rows.
@@ -605,6 +703,8 @@ class Dataset:
     def __repr__(self) -> str:
         """Return what the elements are and how many there are."""
         kind = "batches" if self.batched else "examples"
+        if not all(step.selection.is_known for step in self._pipeline.row_filters):
+            return f"<Dataset of {kind}, of which a filter has not been run>"
         return f"<Dataset of {kind}, cardinality {self.cardinality()}>"
 
 

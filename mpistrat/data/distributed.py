@@ -38,6 +38,7 @@ from mpistrat.data.comparison import (
     fail_with_groups,
 )
 from mpistrat.data.dataset import Dataset
+from mpistrat.data.filtered import judge_rows_collectively
 from mpistrat.data.iterators import ElementIterator, Optional
 from mpistrat.data.position import EpochPosition
 from mpistrat.data.sharding import UNSEEN, Parts, Sharding, StepPart
@@ -158,9 +159,17 @@ class DistributedDataset:
             description, sample = sharding.describe(), sharding.sample_rows()
         call = f"distribute {self._name}, {description}"
         compare_rows(input_gate.lockstep, self._name, call, sample)
+        if sharding.is_same_dataset:
+            judge_rows_collectively(
+                input_gate.lockstep,
+                self._name,
+                sharding.dataset._pipeline.row_filters,
+                sharding.compares_rows,
+            )
         dataset_counter.distributed += 1
         self._iterator_count = 0
-        self._description = self._origin._describe()
+        describe = Dataset._describe_with_rows if sharding.is_same_dataset else Dataset._describe
+        self._description = describe(self._origin)
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         """Raise: all ranks have made it together, and take its steps together.

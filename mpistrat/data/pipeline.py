@@ -14,7 +14,10 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, final
 
+import numpy as np
+
 from mpistrat.arrays import Array, find_array_kind, is_buffer
+from mpistrat.data.filtered import BatchFilter, RowFilter, RowSelection
 from mpistrat.data.pieces import (
     ExampleReader,
     LazyBatch,
@@ -24,7 +27,15 @@ from mpistrat.data.pieces import (
     get_function_name,
     make_straight_order,
 )
-from mpistrat.data.sources import INFINITE, ArrayTree, Files, ReadIterator, Stream, is_array
+from mpistrat.data.sources import (
+    INFINITE,
+    ArrayTree,
+    Files,
+    ReadIterator,
+    RowIndices,
+    Stream,
+    is_array,
+)
 from mpistrat.data.steps import (
     ArrangingStep,
     Batch,
@@ -34,8 +45,11 @@ from mpistrat.data.steps import (
     PaddedBatch,
     Rebatch,
     Seeds,
+    Shuffle,
     Step,
+    Stride,
 )
+from mpistrat.errors import DataError
 
 
 @final
@@ -52,8 +66,54 @@ class Examples:
     steps: tuple[ArrangingStep, ...] = ()
 
     def cardinality(self) -> int:
-        """Return the number of examples in one epoch."""
+        """Return the number of examples in one epoch; a filter that has not run judges all rows."""
+        end = max(
+            (i + 1 for i, step in enumerate(self.steps) if isinstance(step, RowFilter)), default=0
+        )
+        count = self._without_shuffles(end).make_order((), (0,)).length if end else self.row_count
+        return functools.reduce(lambda n, step: step.cardinality(n), self.steps[end:], count)
+
+    def max_cardinality(self) -> int:
+        """Return the number of examples in one epoch if filters kept all."""
         return functools.reduce(lambda n, step: step.cardinality(n), self.steps, self.row_count)
+
+    @property
+    def row_filters(self) -> tuple[RowFilter, ...]:
+        """The filters, in their order."""
+        return tuple(step for step in self.steps if isinstance(step, RowFilter))
+
+    def add_filter(self, predicate: Callable[..., Any]) -> Examples:
+        """Return those examples that a predicate keeps.
+
+        Raises:
+          DataError: There is no end, or each epoch takes other rows.
+        """
+        if self.max_cardinality() == INFINITE:
+            raise DataError("An endless dataset has no rows to count; call filter before repeat().")
+        kinds = [type(step) for step in self.steps]
+        shuffle_index = next(
+            (i for i, kind in enumerate(kinds) if issubclass(kind, Shuffle)), len(kinds)
+        )
+        if Stride in kinds[shuffle_index:]:
+            raise DataError(
+                "filter after shuffle and take, skip or shard would keep another number of rows in "
+                "each epoch; call filter before shuffle, or before take."
+            )
+        list_candidates = self._without_shuffles(len(kinds)).list_rows
+        selection = RowSelection(self.reader, predicate, list_candidates)
+        step = RowFilter(predicate, len(self.reader.fns), selection)
+        return dataclasses.replace(self, steps=(*self.steps, step))
+
+    def list_rows(self) -> RowIndices:
+        """Return the rows that an epoch reads, increasing."""
+        order = self.make_order((), (0,))
+        row_indices: RowIndices = np.unique(order.get_rows(0, order.length))
+        return row_indices
+
+    def _without_shuffles(self, end: int) -> Examples:
+        """Return the examples after the first `end` steps, without the shuffles among these."""
+        steps = tuple(step for step in self.steps[:end] if not isinstance(step, Shuffle))
+        return dataclasses.replace(self, steps=steps)
 
     @property
     def row_count(self) -> int:
@@ -113,14 +173,30 @@ class Batches:
 
     def cardinality(self) -> int:
         """Return the number of batches in one epoch."""
+        return self._count_batches(Examples.cardinality)
+
+    def max_cardinality(self) -> int:
+        """Return the number of batches in one epoch if filters of examples kept all."""
+        return self._count_batches(Examples.max_cardinality)
+
+    def _count_batches(self, count_examples: Callable[[Examples], int]) -> int:
         if isinstance(self.batch_source, Stream):
             count = self.batch_source.cardinality
         elif isinstance(self.batch_source, Files):
             count = len(self.batch_source.paths)
         else:
             examples, batch = self.batch_source
-            count = batch.cardinality(examples.cardinality())
+            count = batch.cardinality(count_examples(examples))
         return functools.reduce(lambda n, step: step.cardinality(n), self.steps, count)
+
+    @property
+    def row_filters(self) -> tuple[RowFilter, ...]:
+        """The filters of the examples, in their order."""
+        return self.batch_source[0].row_filters if isinstance(self.batch_source, tuple) else ()
+
+    def add_filter(self, predicate: Callable[..., Any]) -> Batches:
+        """Return those batches that a predicate keeps."""
+        return dataclasses.replace(self, steps=(*self.steps, BatchFilter(predicate)))
 
     def iterate_batches(self, seeds: Seeds, path: EpochPath) -> Iterator[LazyBatch]:
         """Iterate over one epoch."""

@@ -18,7 +18,7 @@ class EpochPosition(NamedTuple):
       epoch: The number of the epoch.
       passed_count: The number of global batches that the program is done with.
       seeds: The seeds of the shuffles that have none of their own.
-      description: The text of `Dataset._describe`; empty before an epoch was begun.
+      description: The text of `Dataset._describe_with_rows`; empty before an epoch was begun.
     """
 
     epoch: int
@@ -82,12 +82,12 @@ def find_resumable_position(dataset: Any, division: str = "") -> EpochPosition |
             "number of ranks. Call batch(global_batch_size) first."
         )
     position = compute_position(dataset)
-    if position is not None and position.description != dataset._describe():
+    if position is not None and position.description != dataset._describe_with_rows():
         raise DataError(
             f"the checkpoint was saved after {position.passed_count} batches of epoch "
             f"{position.epoch} of another dataset, so nobody knows which examples are left. "
-            f"It was: {position.description}. It is: {dataset._describe()}. Give the same "
-            "source, seeds and batch size until that epoch has ended."
+            f"It was: {position.description}. It is: {dataset._describe_with_rows()}. Give "
+            "the same source, seeds and batch size until that epoch has ended."
         )
     return position
 
@@ -97,7 +97,7 @@ def resume_epoch(dataset: Any, get_local_bits: Callable[[], int]) -> Iterator[tu
     position = find_resumable_position(dataset)
     if position is None:
         position = EpochPosition(
-            dataset.epoch, 0, draw_seeds(dataset._seed_count), dataset._describe()
+            dataset.epoch, 0, draw_seeds(dataset._seed_count), dataset._describe_with_rows()
         )
     remaining_elements = dataset._pipeline.iterate_elements(
         position.seeds, (position.epoch,), position.passed_count

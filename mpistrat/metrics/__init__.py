@@ -7,8 +7,10 @@ semantics are those of Keras. The room promises that `result` is the same on all
 bad label or weight is an error that names the element and the rank.
 
 - `metric`: the base class `Metric`, and `Mean`, `Accuracy` and `Confusion`.
+- `binary`: metrics of two classes, `Precision`, `Recall` and `AUC`.
 """
 
+from mpistrat.metrics.binary import AUC, Precision, Recall
 from mpistrat.metrics.metric import Accuracy, Confusion, Mean, Metric
 
-__all__ = ["Accuracy", "Confusion", "Mean", "Metric"]
+__all__ = ["AUC", "Accuracy", "Confusion", "Mean", "Metric", "Precision", "Recall"]

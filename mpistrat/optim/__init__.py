@@ -12,7 +12,8 @@ Begin with `sgd` (a whole optimizer in a file), then `base`, `optimizer` and `ap
 the others in the order of a call. Modules that do not communicate:
 
 - `base`: hyper-parameters, groups, clipping, loss scale, counters (`Progress`), rules (`Rule`).
-- `adam`, `lamb`, `lars`, `lion`, `sgd`: one optimizer each, with its loops and their references.
+- `adagrad`, `adam`, `lamb`, `lars`, `lion`, `rmsprop`, `sgd`: one optimizer each, with its loops
+  and their references.
 - `schedules`: learning rates as functions of the step, with the same bits on every processor.
 - `words`: names of arguments in other libraries, for error texts.
 - `passes`: gradients of several ranks, weights and state pass through the loops, block by block.
@@ -32,6 +33,7 @@ Modules that `apply_gradients` is made of:
 
 from __future__ import annotations
 
+from mpistrat.optim.adagrad import Adagrad as Adagrad
 from mpistrat.optim.adam import Adam as Adam
 from mpistrat.optim.adam import AdamW as AdamW
 from mpistrat.optim.base import ClipByGlobalNorm as ClipByGlobalNorm
@@ -42,6 +44,7 @@ from mpistrat.optim.lamb import LAMB as LAMB
 from mpistrat.optim.lars import LARS as LARS
 from mpistrat.optim.lion import Lion as Lion
 from mpistrat.optim.optimizer import Optimizer as Optimizer
+from mpistrat.optim.rmsprop import RMSprop as RMSprop
 from mpistrat.optim.schedules import Constant as Constant
 from mpistrat.optim.schedules import Cosine as Cosine
 from mpistrat.optim.schedules import Linear as Linear

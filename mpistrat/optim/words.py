@@ -38,7 +38,9 @@ _EQUIVALENTS: dict[str, tuple[str, ...]] = {
     "backoff_factor": ("backoff",),
     "growth_interval": ("every",),
     **dict.fromkeys(("max_norm", "max_delta"), ("limit",)),
-    **dict.fromkeys(("end_value", "eta_min", "alpha"), ("stop",)),
+    **dict.fromkeys(("end_value", "eta_min"), ("stop",)),
+    "alpha": ("stop", "beta_2"),  # of a schedule, and of RMSprop
+    "initial_accumulator": ("initial_accumulator_value",),
     **dict.fromkeys(("decay_steps", "T_max", "transition_steps", "total_iters"), ("steps",)),
     "warmup_steps": ("steps",),
     **dict.fromkeys(("gamma", "decay_rate"), ("factor",)),

@@ -59,6 +59,7 @@ _UNSCALED = (
 _COUNTERS = "mpistrat"
 # Slots that an optimizer of PyTorch has, by their names there; others keep their own.
 _TORCH_NAMES = {"m": "exp_avg", "v": "exp_avg_sq", "momentum": "momentum_buffer"}
+_TORCH_NAMES |= {"mean_square": "square_avg", "mean": "grad_avg"}  # of RMSprop
 _COPIED = ("ema",)  # slots that do not begin with zeros
 _get_address = torch.Tensor.data_ptr
 

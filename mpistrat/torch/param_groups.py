@@ -26,10 +26,11 @@ __all__ = ["ParamGroups"]
 # Options of torch.optim, other than numbers, that change the update.
 _OPTIONS = (
     *("nesterov", "dampening", "maximize", "amsgrad", "centered"),
-    "decoupled_weight_decay",
+    *("decoupled_weight_decay", "lr_decay"),
 )
 
-_TORCH_NAMES = {"learning_rate": "lr", "epsilon": "eps"}
+# "alpha" is that of RMSprop, which has no `beta_1`.
+_TORCH_NAMES = {"learning_rate": "lr", "epsilon": "eps", "beta_2": "alpha"}
 _BETAS = ("beta_1", "beta_2")
 _NAMES_BELOW_1 = ("beta_1", "beta_2", "momentum")
 
@@ -236,6 +237,7 @@ def _check_options(
     optimizer_name = type(initial_settings).__name__
     followed_options = {
         "nesterov": getattr(initial_settings, "nesterov", False),
+        "centered": getattr(initial_settings, "centered", False),
         # Both are the same without weight decay.
         "decoupled_weight_decay": optimizer_name != "Adam"
         if group_options.get("weight_decay")
@@ -276,14 +278,13 @@ def _read_initial_numbers(settings: OptimizerSettings) -> dict[str, Any]:
     """Return the hyper-parameters that are numbers, by the names that PyTorch gives them."""
     fields = settings._group_fields()
     rate = settings.rate(0)
+    beta_names = _BETAS if "beta_1" in fields else ()
     numbers_by_name = {
         _TORCH_NAMES.get(name, name): getattr(settings, name)
         for name in fields
-        if name not in _BETAS and name != "learning_rate" and _is_float(getattr(settings, name))
+        if name not in (*beta_names, "learning_rate") and _is_float(getattr(settings, name))
     }
-    betas = (
-        {"betas": tuple(getattr(settings, name) for name in _BETAS)} if "beta_1" in fields else {}
-    )
+    betas = {"betas": tuple(getattr(settings, name) for name in beta_names)} if beta_names else {}
     return {"lr": rate, **betas, **numbers_by_name}
 
 
@@ -305,7 +306,7 @@ def _read_values(
         )
     for name in settings._group_fields():
         if name == "learning_rate" or _is_float(getattr(settings, name)):
-            if name in _BETAS:
+            if name in _BETAS and "betas" in group_options:
                 values[name] = group_options["betas"][_BETAS.index(name)]
             else:
                 values[name] = group_options[_TORCH_NAMES.get(name, name)]

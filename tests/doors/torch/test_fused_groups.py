@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import itertools
 
 import pytest
@@ -51,6 +52,10 @@ OPTIMIZERS = {
     "AdamW": (
         lambda p: torch.optim.AdamW(p, 0.01, weight_decay=0.1, eps=EPSILON),
         lambda: ms.optim.AdamW(0.01, weight_decay=0.1, epsilon=EPSILON),
+    ),
+    "RMSprop": (
+        lambda p: torch.optim.RMSprop(p, 0.01, alpha=0.9, eps=0.1, momentum=0.5, centered=True),
+        lambda: ms.optim.RMSprop(0.01, beta_2=0.9, epsilon=0.1, momentum=0.5, centered=True),
     ),
 }
 
@@ -175,12 +180,8 @@ def test_the_state_goes_on_at_another_number_of_ranks(kind, origin, shard):
 
     def begin():
         model = mt.replicate(net(), ms.MirroredStrategy())
-        rule = ms.optim.SGD if kind != "AdamW" else ms.optim.AdamW
-        how = {"weight_decay": 0.1, "epsilon": EPSILON} if kind == "AdamW" else {}
-        how = {"momentum": 0.9, "weight_decay": 0.01} if kind == "momentum" else how
-        own = mt.FusedOptimizer(
-            model, rule(0.05 if rule is ms.optim.SGD else 0.01, shard=shard, **how)
-        )
+        rule = dataclasses.replace(OPTIMIZERS[kind][1](), shard=shard)
+        own = mt.FusedOptimizer(model, rule)
         return model, own, schedulers.StepLR(own, 2, 0.5)
 
     def first(comm):
@@ -195,7 +196,9 @@ def test_the_state_goes_on_at_another_number_of_ranks(kind, origin, shard):
         mt.replicate(model)
         scheduler.load_state_dict(scheduler_state)
         own.load_state_dict(optimizer_state)
-        assert own.optimizer.iterations == (3 if kind == "AdamW" or origin == "fused" else 0)
+        assert own.optimizer.iterations == (
+            3 if kind in ("AdamW", "RMSprop") or origin == "fused" else 0
+        )
         close(trained(model, own, range(3, 6), comm.rank, 2, scheduler)[0], wanted)
 
     if origin == "fused":
@@ -441,7 +444,8 @@ def test_calls_of_a_step_are_as_many_with_a_scheduler_as_without():
 
 def test_every_optimizer_of_mpistrat_has_groups_that_count():
     def program(comm):
-        for kind, key in itertools.product(("LAMB", "LARS", "Lion"), ("lr", "weight_decay")):
+        kinds = ("LAMB", "LARS", "Lion", "RMSprop", "Adagrad")
+        for kind, key in itertools.product(kinds, ("lr", "weight_decay")):
             rule = getattr(ms.optim, kind)
             found = []
             for changed in (False, True):

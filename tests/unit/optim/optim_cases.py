@@ -59,6 +59,25 @@ CASES = {
         },
     ),
     "lion": Case("lion", {"learning_rate": 1e-3}),
+    "rmsprop": Case("rmsprop", {"learning_rate": 0.01}),
+    "rmsprop momentum": Case(
+        "rmsprop",
+        {
+            **{"learning_rate": 0.01, "beta_2": 0.9, "epsilon": 1e-6},
+            **{"momentum": 0.8, "weight_decay": 0.1},
+        },
+    ),
+    "rmsprop centered": Case(
+        "rmsprop", {"learning_rate": 0.01, "centered": True, "momentum": 0.5, "epsilon": 1e-3}
+    ),
+    "adagrad": Case("adagrad", {"learning_rate": 0.1}),
+    "adagrad decay": Case(
+        "adagrad",
+        {
+            **{"learning_rate": 0.1, "epsilon": 1e-5, "weight_decay": 0.1},
+            "initial_accumulator_value": 0.1,
+        },
+    ),
     "lion decay": Case("lion", {"learning_rate": 0.01, "weight_decay": 0.1, "beta_1": 0.8}),
 }
 

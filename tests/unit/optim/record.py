@@ -18,7 +18,8 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parent))
 import optim_cases as cases
 
-TORCH = {"sgd": "SGD", "adam": "Adam", "adamw": "AdamW"}  # the others are optax's, by our names
+# The others are optax's, by our names.
+TORCH = {"sgd": "SGD", "adam": "Adam", "adamw": "AdamW", "rmsprop": "RMSprop", "adagrad": "Adagrad"}
 # Their names for our hyper-parameters.
 WORDS = {"learning_rate": "lr", "epsilon": "eps", "beta_1": "b1", "beta_2": "b2"}
 WORDS_OF_OPTAX = {"trust": "trust_coefficient"} | WORDS | {"learning_rate": "learning_rate"}
@@ -28,7 +29,9 @@ def by_torch(case, dtype):
     import torch
 
     given = {WORDS.get(name, name): value for name, value in case.given.items()}
-    if "b1" in given or "b2" in given:
+    if case.name == "rmsprop":
+        given["alpha"] = given.pop("b2", 0.99)
+    elif "b1" in given or "b2" in given:
         given["betas"] = (given.pop("b1", 0.9), given.pop("b2", 0.999))
     weights = [torch.tensor(w, requires_grad=True) for w in cases.weights(dtype)]
     optimizer = getattr(torch.optim, TORCH[case.name])(weights, **given)

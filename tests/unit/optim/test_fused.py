@@ -18,6 +18,8 @@ OPTIMIZERS = {
     "momentum": lambda **more: optim.SGD(0.1, momentum=0.9, **more),
     "adam": lambda **more: optim.Adam(0.1, **more),
     "lion": lambda **more: optim.Lion(0.1, **more),
+    "rmsprop": lambda **more: optim.RMSprop(0.1, momentum=0.5, **more),
+    "adagrad": lambda **more: optim.Adagrad(0.1, **more),
 }
 MORE = {
     "plain": {},
