@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, final
 
@@ -40,7 +39,7 @@ def distribute(strategy: Strategy, data: Any, call: str, is_read_once: bool = Tr
             raise DataError(
                 f"{call}: {data!r} has single examples. Call batch(global_batch_size) first."
             )
-        dataset = copy.deepcopy(data) if is_read_once else data
+        dataset = data._replace_pipeline(data._pipeline) if is_read_once else data
         return strategy.experimental_distribute_dataset(dataset)
     if not hasattr(data, "__iter__") or not hasattr(getattr(data, "distributed", data), "_resume"):
         raise DataError(

@@ -11,6 +11,7 @@ from typing import Any
 
 from mpistrat.arrays import check_int
 from mpistrat.checkpoint.history import History
+from mpistrat.errors import DataError
 from mpistrat.strategy.strategies import resolve_strategy
 from mpistrat.strategy.strategy import Strategy
 from mpistrat.training.evaluation import REMEDY, distribute
@@ -171,10 +172,15 @@ def fit(
         verbose=verbose,
     )
     _check_together(options, validate, validation_data)
-    batches = distribute(strategy, data, "fit")
+    batches = distribute(strategy, data, "fit", is_read_once=False)
     validation = None
     if validate is not None:
         tests = distribute(strategy, validation_data, "fit(validation_data)")
+        if tests is batches:
+            raise DataError(
+                "fit: validation_data is the distributed dataset that is trained on, so a "
+                "validation would count as an epoch of training. Give the Dataset itself."
+            )
         validation = ReplicaFunction(validate, tests)
     objects = SavedObjects(state, tuple(callbacks), dict(settings or {}))
     loop = TrainingLoop(ReplicaFunction(step, batches), validation, objects, options, strategy)

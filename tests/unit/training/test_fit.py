@@ -449,3 +449,21 @@ def test_one_rank_needs_no_strategy(tmp_path):
     history = ms.fit(step, data, epochs=2, **arguments, **tests)
     assert history["loss"][0].tolist() == [1, 2]
     assert ms.fit(step, data, epochs=3, **arguments, **tests)["loss"][0].tolist() == [1, 2, 3]
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_the_training_data_may_be_the_validation_data(size):
+    def program_of(comm):
+        program = Program(comm)
+        history = program.fit(validate=program.score, validation_data=program.data)
+        bits = program.bits
+        assert program.data.epoch == EPOCHS
+        with program.strategy.scope():
+            ms.evaluate(program.score, program.data)
+            assert program.data.epoch == EPOCHS
+            program.data = program.strategy.experimental_distribute_dataset(program.data)
+            with pytest.raises(DataError, match="would count as an epoch"):
+                program.fit(validate=program.score, validation_data=program.data)
+        return bits, history["loss"][1].tolist()
+
+    assert run_ranks(program_of, size) == run_ranks(whole, size)
