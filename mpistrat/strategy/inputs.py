@@ -370,6 +370,9 @@ class InputMethods(StrategyBase):
             sharding = _shard_dataset(self, name, dataset, unbatched, rows_may_differ)
         return DistributedDataset(sharding, _make_gate(self), dataset)
 
+    # The short name, which pages and examples use.
+    distribute = experimental_distribute_dataset
+
     def distribute_datasets_from_function(
         self, dataset_fn: Callable[[InputContext], Dataset], options: InputOptions | None = None
     ) -> DistributedDataset | Any:

@@ -179,6 +179,35 @@ class Strategy(InputMethods):
         return self._replicas.lockstep.comm.size
 
     @property
+    def size(self) -> int:
+        """The same as `num_replicas_in_sync`."""
+        return self._replicas.lockstep.comm.size
+
+    @property
+    def is_chief(self) -> bool:
+        """Whether this rank reports and writes files for all: rank 0 of the strategy.
+
+        It is what ``extended.should_save_summary`` is in tf.distribute.
+        """
+        return self.extended.should_save_summary
+
+    def print(self, *values: object) -> None:
+        """Print values on the chief; other ranks print nothing. Never communicates.
+
+        What is printed is flushed, so that it is in a batch log at once.
+
+        Args:
+          *values: As those of Python's ``print``.
+
+        Example:
+          >>> import mpistrat as ms
+          >>> ms.MirroredStrategy().print("loss", 0.5)
+          loss 0.5
+        """
+        if self.is_chief:
+            print(*values, flush=True)
+
+    @property
     def rank(self) -> int:
         """The number of this rank's replica, from 0 to ``num_replicas_in_sync - 1``.
 
