@@ -332,10 +332,10 @@ def _remove_leftover(leftover_path: Path) -> None:
     descriptor = os.open(leftover_path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         mode = os.fstat(descriptor).st_mode
-        is_partial_save = stat.S_ISREG(mode) or (
+        is_unfinished_save = stat.S_ISREG(mode) or (
             stat.S_ISDIR(mode) and f"{DIRECTORY_SUFFIX}." in leftover_path.name
         )
-        if is_partial_save:
+        if is_unfinished_save:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             _remove_tree(leftover_path)  # nobody writes it any more
     finally:

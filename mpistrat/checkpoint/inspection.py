@@ -117,10 +117,10 @@ def describe_difference(
         return f"differs in {unequal.sum()} of {unequal.size} numbers"
     wide_dtype = np.complex128 if first_array.dtype.kind == "c" else np.float64
     a, b = first_array.astype(wide_dtype).ravel(), second_array.astype(wide_dtype).ravel()
-    largest_number = float(np.max(np.abs(a), where=np.isfinite(a), initial=0.0)) or 1.0
+    largest_magnitude = float(np.max(np.abs(a), where=np.isfinite(a), initial=0.0)) or 1.0
     with np.errstate(invalid="ignore"):  # of two infinities
         relative_gaps = np.where(
-            (a == b) | (np.isnan(a) & np.isnan(b)), 0.0, np.abs(a - b) / largest_number
+            (a == b) | (np.isnan(a) & np.isnan(b)), 0.0, np.abs(a - b) / largest_magnitude
         )
     largest_gap = float(np.max(np.where(np.isnan(relative_gaps), np.inf, relative_gaps)))
     if tolerance and largest_gap <= tolerance:

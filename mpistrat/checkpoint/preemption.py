@@ -323,11 +323,11 @@ class PreemptionCheckpointHandler:
         self._save_seconds = time.monotonic() - start
 
     def _print_outcome(self, notice_text: str, is_last: bool) -> None:
-        path = "by save_fn"
+        destination_text = "by save_fn"
         if self._config.save_fn is None and self._manager is not None:
-            path = f"as {self._manager.latest_checkpoint}"
+            destination_text = f"as {self._manager.latest_checkpoint}"
         outcome = "leaving" if is_last else "continuing until the grace period ends"
-        text = f"saved {path} after {self._run_count} runs; {outcome}."
+        text = f"saved {destination_text} after {self._run_count} runs; {outcome}."
         say(f"mpistrat: told to end ({notice_text}): {text}")
 
 

@@ -150,7 +150,7 @@ class Sharding(NamedTuple):
         return prefetch_elements(parts, depth) if depth else parts
 
 
-def shard_own_dataset(dataset: Dataset) -> Sharding:
+def use_own_datasets(dataset: Dataset) -> Sharding:
     """Return the way where each replica brings its own dataset, whole."""
     return Sharding(
         "a dataset of each rank", dataset, is_same_dataset=False, is_cut=False, make_parts=None

@@ -102,7 +102,7 @@ def _encode_kind(message: _Message) -> bytes:
     return json.dumps(fields).encode()
 
 
-def _describe_code(encoded_kind: bytes) -> str:
+def _describe_exit_code(encoded_kind: bytes) -> str:
     *_, code, exit_message = json.loads(encoded_kind)
     return f"{code}: {exit_message}" if exit_message else str(code)
 
@@ -229,7 +229,9 @@ def _exchange(lockstep: Ranks, message: _Message, writes: Sequence[PendingWrite]
 def _describe_early_departure(kinds: DistinctTexts) -> str:
     """Return in words the ranks that have left while others had more to do."""
     departed_ranks = sorted(sum(kinds.ranks_by_text.values(), kinds.other_ranks))
-    codes = callsite.group_by_key(map(_describe_code, kinds.ranks_by_text), kinds.ranks_by_text)
+    codes = callsite.group_by_key(
+        map(_describe_exit_code, kinds.ranks_by_text), kinds.ranks_by_text
+    )
     codes_text = ", ".join(callsite.shorten(list(codes), hidden_count=len(kinds.other_ranks)))
     verb = "has" if len(departed_ranks) == 1 else "have"
     departed_text = callsite.ranks_text(departed_ranks)

@@ -63,10 +63,10 @@ class _Adam(Optimizer):
 
     def _scalars(self, step: int, decay: float, kept_share: float) -> tuple[float, ...]:
         # Both corrections of the bias are moved into the step and epsilon: one division less.
-        root = math.sqrt(1.0 - power(self.beta_2, step + 1))
-        rate = self.rate(step) * root / (1.0 - power(self.beta_1, step + 1))
+        correction_root = math.sqrt(1.0 - power(self.beta_2, step + 1))
+        rate = self.rate(step) * correction_root / (1.0 - power(self.beta_1, step + 1))
         betas = (1.0 - self.beta_1, self.beta_2, 1.0 - self.beta_2)
-        return decay, kept_share, *betas, self.epsilon * root, rate
+        return decay, kept_share, *betas, self.epsilon * correction_root, rate
 
 
 @final

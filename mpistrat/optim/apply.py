@@ -293,11 +293,11 @@ def _update_directly(
     fused_groups, separate_indices = (reduced.in_place or update_plan).division
     for fused, indices in fused_groups:
         gradients = [*map(reduced.means.__getitem__, indices)]
-        bad_member = fused.update(
+        bad_member_index = fused.update(
             gradients, transform, scalars[id(fused.optimizer)], is_guarded, is_compiled
         )
-        if bad_member is not None:
-            bad_index = min(bad_index, indices[bad_member])
+        if bad_member_index is not None:
+            bad_index = min(bad_index, indices[bad_member_index])
     for i in separate_indices:
         target = update_plan.dense[i]
         rows, start, factors, divisor = reduced.get_gradient_rows(i)

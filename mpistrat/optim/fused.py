@@ -184,9 +184,14 @@ class SquareSums:
         self._parts, self._width = parts, min(LANES, 1 << max(0, largest_size - 1).bit_length())
         counts = [max(1, -(-part.size // self._width)) for part in parts]
         starts = [0, *itertools.accumulate(counts)]
-        self._rows = np.zeros((starts[-1], self._width))
-        flat, begins = self._rows.reshape(-1), [first * self._width for first in starts[:-1]]
-        self._destinations = [flat[at : at + x.size] for at, x in zip(begins, parts, strict=True)]
+        self._padded_matrix = np.zeros((starts[-1], self._width))
+        flat, first_elements = (
+            self._padded_matrix.reshape(-1),
+            [first * self._width for first in starts[:-1]],
+        )
+        self._destinations = [
+            flat[at : at + x.size] for at, x in zip(first_elements, parts, strict=True)
+        ]
         # The first row of each array with more than 0 rows, with more than 1 row, and so on.
         pairs = list(zip(starts[:-1], counts, strict=True))
         self._heads = [np.array([s for s, n in pairs if n > k]) for k in range(max(counts))]
@@ -195,7 +200,7 @@ class SquareSums:
         """Return the current sum of squares of each array."""
         for destination, part in zip(self._destinations, self._parts, strict=True):
             destination[:] = part
-        lanes, half = self._rows * self._rows, self._width // 2
+        lanes, half = self._padded_matrix * self._padded_matrix, self._width // 2
         for k, heads in enumerate(self._heads[1:], 1):
             lanes[heads] += lanes[heads + k]
         lanes = lanes[self._heads[0]]

@@ -241,24 +241,26 @@ def _plan_in_place(
     # Parts that no other rank of the node reads.
     unshared_flags = [t.is_shared or nodes.node.size == 1 for t in update_plan.dense]
     remote_flags = [node.has_peers_for_all_ranks and is_unshared for is_unshared in unshared_flags]
-    reduced_flags = [
+    needs_reduction_flags = [
         nodes.node_count > 1 or (is_costly and not t.is_shared) for t in update_plan.dense
     ]
     reduced = [
         h
-        for h, is_reduced, is_remote in zip(homes, reduced_flags, remote_flags, strict=True)
-        if is_reduced and not is_remote
+        for h, needs_reduction, is_remote in zip(
+            homes, needs_reduction_flags, remote_flags, strict=True
+        )
+        if needs_reduction and not is_remote
     ]
     keys = [(id(h.block), h.position.matrix) for h in homes]
     matrices = {key: (weakref.ref(h.block), key[1]) for key, h in zip(keys, homes, strict=True)}
     matrix_indices = [list(matrices).index(key) for key in keys]
     starts = [home.position.start for home in homes]
-    runs = _group_runs(update_plan, matrix_indices, starts, reduced_flags)
+    runs = _group_runs(update_plan, matrix_indices, starts, needs_reduction_flags)
     return InPlaceGradients(
         node.arena.generation,
         find_in_place_columns(homes).suffix,
         list(matrices.values()),
-        [*map(GradientColumn, matrix_indices, starts, reduced_flags)],
+        [*map(GradientColumn, matrix_indices, starts, needs_reduction_flags)],
         [i for i, is_remote in enumerate(remote_flags) if is_remote],
         find_in_place_columns(reduced) if reduced else None,
         runs,

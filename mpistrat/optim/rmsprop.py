@@ -21,10 +21,10 @@ __all__ = ["RMSprop"]
 def _divide_by_root_reference(
     w: Array, g: Array, slots: tuple[Array, ...], s: Array, low: int, high: int
 ) -> None:
-    rate, decay, old, new, epsilon, _momentum = s
+    rate, decay, old_share, new_share, epsilon, _momentum = s
     w, v = w[low:high], slots[0][low:high]
     x = g + decay * w
-    v[:] = old * v + new * (x * x)
+    v[:] = old_share * v + new_share * (x * x)
     w -= rate * x / (np.sqrt(v) + epsilon)
 
 
@@ -32,13 +32,13 @@ def _divide_by_root_reference(
 def _divide_by_root(
     w: Array, g: Array, slots: tuple[Array, ...], s: Array, low: int, high: int, guard: bool = False
 ) -> bool:
-    rate, decay, old, new, epsilon = s[0], s[1], s[2], s[3], s[4]
+    rate, decay, old_share, new_share, epsilon = s[0], s[1], s[2], s[3], s[4]
     w, v, has_skipped = w[low:high], slots[0][low:high], False
     for i in range(w.size):
         skip = guard and is_not_finite(g[i])
         has_skipped |= skip
         x = g[i] + decay * w[i]
-        square = old * v[i] + new * (x * x)
+        square = old_share * v[i] + new_share * (x * x)
         updated = w[i] - rate * x / (math.sqrt(square) + epsilon)
         v[i] = v[i] if skip else square
         w[i] = w[i] if skip else updated

@@ -226,12 +226,12 @@ class State:
         for array in arrays:
             is_view = id(array.base) in self.base_ids
             if not (is_view or array.flags.owndata) and array.size:
-                start: int = array.__array_interface__["data"][0]
-                stop = start + array.nbytes
+                start_address: int = array.__array_interface__["data"][0]
+                end_address = start_address + array.nbytes
                 if not array.flags.c_contiguous:
-                    start, stop = byte_bounds(array)
-                number = bisect_spans(spans, (stop, 0)) - 1
-                is_view = number >= 0 and spans[number][1] > start
+                    start_address, end_address = byte_bounds(array)
+                number = bisect_spans(spans, (end_address, 0)) - 1
+                is_view = number >= 0 and spans[number][1] > start_address
             results.append(array.copy() if is_view else array)
         return results
 

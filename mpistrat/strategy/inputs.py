@@ -24,7 +24,7 @@ from mpistrat.data.sharding import (
     shard_by_policy,
     shard_function_calls,
     shard_in_turns,
-    shard_own_dataset,
+    use_own_datasets,
 )
 from mpistrat.errors import ContextError, DataError, StrategyError, text_of
 from mpistrat.strategy.context_stack import check_cross_replica, current_context
@@ -417,7 +417,7 @@ class InputMethods(StrategyBase):
             _check_dataset(name, dataset)
         if view is SINGLE_REPLICA:
             return dataset
-        return DistributedDataset(shard_own_dataset(dataset), _make_gate(self))
+        return DistributedDataset(use_own_datasets(dataset), _make_gate(self))
 
     experimental_distribute_datasets_from_function = distribute_datasets_from_function
 
@@ -446,7 +446,7 @@ class InputMethods(StrategyBase):
         with self._replicas.lockstep.validating_collectively(name):
             _check_dataset(name, dataset)
             if self._replicas.view is SINGLE_REPLICA:
-                sharding = shard_own_dataset(dataset)
+                sharding = use_own_datasets(dataset)
             else:
                 sharding = _shard_dataset(self, name, dataset, unbatched, rows_may_differ)
         return InputIterator(DistributedDataset(sharding, _make_gate(self), dataset))
@@ -503,7 +503,7 @@ class InputMethods(StrategyBase):
                 sharding = (
                     shard_in_turns(dataset_or_function, shard_spec)
                     if is_global
-                    else shard_own_dataset(dataset_or_function)
+                    else use_own_datasets(dataset_or_function)
                 )
         return InputIterator(DistributedDataset(sharding, _make_gate(self), ends_with_first=True))
 

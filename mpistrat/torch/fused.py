@@ -246,7 +246,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             pairs = zip(gradients.arrays, self.variables.values(), used_flags, strict=True)
             updates = [(array if is_used else None, variable) for array, variable, is_used in pairs]
             self._optimizer_groups.optimizer.apply_gradients(updates, weight=gradients.weight)
-            self._optimizer_groups.show_rates(self.param_groups, self._state)
+            self._optimizer_groups.write_learning_rates(self.param_groups, self._state)
 
     def flush(self) -> None:
         """Make the update of a window of `accumulate` that is not full; see `Optimizer.flush`.
@@ -334,7 +334,7 @@ class FusedOptimizer(torch.optim.Optimizer):
                 for name, value in slots.items():
                     state.targets[variable._number].slots[name].assign(value)
             state.store_progress(progress)
-        self._optimizer_groups.show_rates(self.param_groups, state)
+        self._optimizer_groups.write_learning_rates(self.param_groups, state)
 
     def tree(self) -> dict[str, Any]:
         """Return the state and the groups for a checkpoint, without the weights."""

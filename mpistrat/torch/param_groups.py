@@ -173,7 +173,7 @@ class ParamGroups:
         ]
         self._shown_rates = {i: groups[i]["lr"] for i in self.scheduled}
 
-    def show_rates(self, groups: Sequence[dict[str, Any]], state: State) -> None:
+    def write_learning_rates(self, groups: Sequence[dict[str, Any]], state: State) -> None:
         """Write the learning rates of schedules of `mpistrat.optim` to their groups.
 
         Args:

@@ -322,7 +322,7 @@ class NodeBoard:
         self.size = size
         self._bytes = memory[: node_board_nbytes(size)]
         self._words = self._bytes.cast("Q")
-        self._other_nodes_start = size * (_SLOT_WORDS + 1)
+        self._other_nodes_first_word = size * (_SLOT_WORDS + 1)
 
     def slot(self, index: int, clock: Callable[[], int] = time.monotonic_ns) -> Slot:
         """Return the writer of the slot of rank number `index` of this node."""
@@ -348,32 +348,32 @@ class NodeBoard:
           inside_key: The highest call that one of their ranks is inside of, as a key; 0 for none.
           moved_ns: When one of them that has not come to leave last did something, ns; 0 for never.
         """
-        start = self._other_nodes_start
+        start = self._other_nodes_first_word
         self._words[start], self._words[start + 1] = inside_key, moved_ns
 
     def read_other_nodes(self) -> tuple[int, int]:
         """Return the two numbers that `write_other_nodes` wrote."""
-        start = self._other_nodes_start
-        return self._words[start], self._words[start + 1]
+        first_word = self._other_nodes_first_word
+        return self._words[first_word], self._words[first_word + 1]
 
     def write_life_signs(self, stack_changed_ns: int, computed_ns: int) -> None:
         """Write the last signs of life on the other nodes, words 3 and 4, ns."""
-        start = self._other_nodes_start
+        start = self._other_nodes_first_word
         self._words[start + 3], self._words[start + 4] = stack_changed_ns, computed_ns
 
     def read_life_signs(self) -> tuple[int, int]:
         """Return the two times that `write_life_signs` wrote."""
-        start = self._other_nodes_start
+        start = self._other_nodes_first_word
         return self._words[start + 3], self._words[start + 4]
 
     @property
     def is_departure_complete(self) -> bool:
         """Whether all ranks of all nodes have come to leave."""
-        return bool(self._words[self._other_nodes_start + 2])
+        return bool(self._words[self._other_nodes_first_word + 2])
 
     @is_departure_complete.setter
     def is_departure_complete(self, is_complete: bool) -> None:
-        self._words[self._other_nodes_start + 2] = is_complete
+        self._words[self._other_nodes_first_word + 2] = is_complete
 
     def take_stack_request(self, index: int) -> bool:
         """Tell whether this rank was asked for its stacks, and withdraw the request."""

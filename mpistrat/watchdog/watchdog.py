@@ -324,15 +324,15 @@ class Departure:
     def signs(self) -> tuple[int, int]:
         """Return signs of life of those ranks beside their calls, as `StatusBoard.signs`."""
         now_ns, life_signs = self._clock(), self._node_board.read_life_signs()
-        stack_changed_ns, computed_ns = life_signs
+        stack_changed_ns, last_computing_ns = life_signs
         for entry in self._read_entries():
             if entry.state not in (LEAVING, LEFT):
                 stack_changed_ns = max(stack_changed_ns, entry.stack_changed_ns)
-                computed_ns = max(
-                    computed_ns,
+                last_computing_ns = max(
+                    last_computing_ns,
                     self._compute_tracker.find_last_computing(entry.pid, entry.start_ticks, now_ns),
                 )
-        return stack_changed_ns, computed_ns
+        return stack_changed_ns, last_computing_ns
 
     def has_groups(self) -> bool:
         """Tell whether a rank of this node has made calls on another communicator."""

@@ -159,13 +159,13 @@ class SmallReduction:
         # An array over the memory of the tensor would take longer than all the rest.
         nbytes = self._nbytes
         try:
-            address = get_address(tensor)
+            memory_address = get_address(tensor)
         except Exception as error:
             self._refuse_call(self.text, error)
-        payload = ctypes.string_at(address, nbytes)
+        payload = ctypes.string_at(memory_address, nbytes)
         self._handshake(self.text, payload, digest=self._digest)
         quiet().run(fold_rows, self._ufunc, self._rows, self._total)
-        ctypes.memmove(address, self._total_address, nbytes)
+        ctypes.memmove(memory_address, self._total_address, nbytes)
 
 
 def _classify_dtype(tensor: torch.Tensor) -> str:
