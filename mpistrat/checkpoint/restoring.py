@@ -11,7 +11,7 @@ pieces into memory of its own, of large pages, and writes them to the variable f
 of which each rank has a copy is read into memory that the ranks of the node share; where they
 cannot share any, each rank reads it.
 
-An ON_READ sum is divided: each replica gets a part (`on_read.restored_copy`).
+An ON_READ sum is divided: each replica gets a part (`on_read.make_restored_copy`).
 """
 
 from __future__ import annotations

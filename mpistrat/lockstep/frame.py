@@ -2,9 +2,14 @@
 
 Up to `FRAME_RANKS` ranks gather frames of 256 bytes::
 
-    bytes 0-15    digest of the call (128 bits) bytes 16-23   number of the call bytes 24-27
-    flags: FAILED, FOLLOWUP, LARGE, LEAVING, ALARM, and one bit for the format's version bytes 28-31
-    the size of the payload bytes 32-255  the payload, up to MAX_PAYLOAD bytes, followed by zeros
+    bytes 0-15    digest of the call (128 bits)
+    bytes 16-23   number of the call
+    bytes 24-27   flags: FAILED, FOLLOWUP, LARGE, LEAVING, ALARM, and a bit for the format's version
+    bytes 28-31   the size of the payload
+    bytes 32-255  the payload, up to MAX_PAYLOAD bytes, followed by zeros
+
+A new field comes after the flags, whose place must never change: ranks of two versions find the
+version bits there. `read_frames` compares the first 24 bytes only. A frame stays 256 bytes long.
 
 More ranks reduce seven words of 64 bits with BOR: three that have to be equal (two of the digest
 and the number, one of the payload), their complements, and the flags. All ``h`` are equal exactly

@@ -8,7 +8,7 @@ from every import every
 
 import mpistrat as ms
 from mpistrat.comm.session import Session
-from mpistrat.lockstep.frame import MAX_PAYLOAD, VERSION_BIT
+from mpistrat.lockstep.frame import MAX_PAYLOAD, VERSION, VERSION_BIT
 from mpistrat.lockstep.handshake import Lockstep
 from mpistrat.testing import RanksFailed, run_ranks
 
@@ -211,7 +211,7 @@ def test_ranks_of_two_formats_get_a_sentence(frame_ranks, old_rank, monkeypatch)
         return str(caught.value)
 
     for rank, text in enumerate(run_ranks(program, 3)):
-        assert "the formats 1 and 2" in text
+        assert f"the formats {VERSION} and {VERSION + 1}" in text
         assert f"rank {rank} of 3" in text
 
 

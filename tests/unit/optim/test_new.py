@@ -1,4 +1,4 @@
-"""A new optimizer is thirty lines: its state, one loop, its twin, and what it is told."""
+"""A new optimizer is thirty lines: its state, one loop, its reference, and its options."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from mpistrat.optim.base import NO_NORMS, Rule
 from mpistrat.optim.optimizer import Optimizer
 
 
-def _twin(w, g, slots, s, low, high):
+def _reference(w, g, slots, s, low, high):
     rate, old, new, epsilon = s
     w, v = w[low:high], slots[0][low:high]
     v[:] = old * v + new * (g * g)
     w -= rate * g / (np.sqrt(v) + epsilon)
 
 
-@jit.kernel(_twin)
+@jit.kernel(_reference)
 def _loop(w, g, slots, s, low, high):
     rate, old, new, epsilon = s[0], s[1], s[2], s[3]
     w, v = w[low:high], slots[0][low:high]
@@ -33,7 +33,7 @@ def _loop(w, g, slots, s, low, high):
 
 
 @dataclass(frozen=True)
-class RMSprop(Optimizer):
+class Decayed(Optimizer):
     """Steps by the gradient over the root of the mean of its squares."""
 
     rho: float = 0.9
@@ -51,7 +51,7 @@ class RMSprop(Optimizer):
 
 def test_it_works_with_all_that_there_is():
     groups = [optim.Group("*bias*", rho=0.5)]
-    made = RMSprop(optim.WarmUp(0.1, 3), groups=groups, ema=0.5, clip=optim.ClipByValue(1.0))
+    made = Decayed(optim.WarmUp(0.1, 3), groups=groups, ema=0.5, clip=optim.ClipByValue(1.0))
     assert made.of("a/bias", (3,)).rho == 0.5
     rng, found = np.random.default_rng(0), []
     w, g = rng.standard_normal(5000), rng.standard_normal((4, 2, 5000))
@@ -71,6 +71,8 @@ def test_it_works_with_all_that_there_is():
 
 def test_it_is_about_thirty_lines():
     nodes = ast.parse(Path(__file__).read_text()).body
-    mine = [node for node in nodes if getattr(node, "name", "") in ("_twin", "_loop", "RMSprop")]
+    mine = [
+        node for node in nodes if getattr(node, "name", "") in ("_reference", "_loop", "Decayed")
+    ]
     assert len(mine) == 3
     assert sum(len(ast.unparse(node).splitlines()) for node in mine) <= 32
