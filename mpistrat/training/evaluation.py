@@ -9,10 +9,11 @@ import numpy as np
 
 from mpistrat import pytree
 from mpistrat.data.dataset import Dataset
+from mpistrat.data.sources import INFINITE
 from mpistrat.errors import DataError, StructureError
 from mpistrat.strategy.strategies import resolve_strategy
 from mpistrat.strategy.strategy import Strategy
-from mpistrat.training.results import weighted
+from mpistrat.training.results import as_numbers, count_rows, weighted
 
 # What to do where no strategy is in scope.
 REMEDY = "Write {}(..., strategy=strategy), or call it in strategy.scope()"
@@ -39,6 +40,10 @@ def distribute(strategy: Strategy, data: Any, call: str, is_read_once: bool = Tr
             raise DataError(
                 f"{call}: {data!r} has single examples. Call batch(global_batch_size) first."
             )
+        if data.cardinality() == INFINITE and is_read_once:
+            raise DataError(f"{call}: {data!r} has no end. Leave out repeat(), or use take(n).")
+        if data.cardinality() == 0:
+            raise DataError(f"{call}: {data!r} has no batch.")
         dataset = data._replace_pipeline(data._pipeline) if is_read_once else data
         return strategy.experimental_distribute_dataset(dataset)
     if not hasattr(data, "__iter__") or not hasattr(getattr(data, "distributed", data), "_resume"):
@@ -62,12 +67,16 @@ class WeightedSums:
         self._function = function
         self._sums: dict[str, Any] = {}
 
-    def add(self, results: Any) -> None:
+    def add(self, results: Any, row_count: int | None) -> None:
         """Add the results of one batch; never communicates.
+
+        Args:
+          results: What the function returned.
+          row_count: The number of rows of the part; None if it is not known.
 
         Raises:
           TypeError: They are no dict, or one of them is a single number.
-          StructureError: They have other names than those of the batch before.
+          StructureError: They have other names than those of the batch before, or rows.
         """
         if not isinstance(results, Mapping):
             raise TypeError(f"{self._function} must return a dict of results, not {results!r:.60}.")
@@ -77,7 +86,7 @@ class WeightedSums:
                 f"{sorted(self._sums)} for the batch before."
             )
         for name, value in results.items():
-            numbers, weight = weighted(self._function, name, value)
+            numbers, weight = weighted(self._function, name, value, row_count)
             weights = np.broadcast_to(1.0 if weight is None else weight, np.shape(numbers))
             is_counted = weights != 0  # the mean of no examples may be NaN
             products = np.multiply(numbers, weights, dtype=np.float64)[is_counted]
@@ -112,10 +121,10 @@ def evaluate(
       strategy: The strategy; None for the current one.
 
     Returns:
-      The means by name, float64; NaN where no example has come. Nothing if there is no batch.
+      The means by name, float64; NaN where no example has come.
 
     Raises:
-      DataError: `data` has no batches.
+      DataError: `data` has no batches, no batch, or no end.
       TypeError: `score` returns no dict, or a single number.
       StructureError: It returns other names than for the batch before.
 
@@ -130,7 +139,7 @@ def evaluate(
     strategy = resolve_strategy(strategy, "evaluate", REMEDY.format("evaluate"))
     sums = WeightedSums("score")
     for batch in distribute(strategy, data, "evaluate"):
-        strategy.run(lambda part: sums.add(score(part)), args=(batch,))
+        strategy.run(lambda part: sums.add(score(part), count_rows(part)), args=(batch,))
     return sums.means(strategy)
 
 
@@ -173,10 +182,17 @@ def predict(fn: Callable[[Any], Any], data: Any, *, strategy: Strategy | None = 
 def _predicted(strategy: Strategy, fn: Callable[[Any], Any], batches: Any) -> Iterator[Any]:
     """The results of each batch: the rows of all replicas."""
     for batch in batches:
-        results = strategy.run(lambda part: pytree.map(_rows, fn(part)), args=(batch,))
+        results = strategy.run(lambda part: _predict_rows(fn, part), args=(batch,))
         yield strategy.gather(results, axis=0)
 
 
-def _rows(leaf: Any) -> Any:
-    """A leaf of a result as an array."""
-    return leaf.detach().numpy() if hasattr(leaf, "detach") else np.asarray(leaf)
+def _predict_rows(fn: Callable[[Any], Any], part: Any) -> Any:
+    """The results of a part as arrays, which have a row for each of its rows; replica code."""
+    results, row_count = pytree.map(as_numbers, fn(part)), count_rows(part)
+    for leaf in pytree.flatten(results)[0]:
+        if not leaf.ndim or (row_count is not None and len(leaf) != row_count):
+            raise StructureError(
+                f"predict: fn returned an array of shape {leaf.shape} for {row_count} rows. Return "
+                "a row for each row of the batch, also where there are none."
+            )
+    return results

@@ -11,6 +11,7 @@ from typing import Any
 
 from mpistrat.arrays import check_int
 from mpistrat.checkpoint.history import History
+from mpistrat.data.sources import INFINITE
 from mpistrat.errors import DataError
 from mpistrat.strategy.strategies import resolve_strategy
 from mpistrat.strategy.strategy import Strategy
@@ -25,6 +26,8 @@ from mpistrat.training.run import (
 )
 
 _INTERVAL = re.compile(r"([1-9]\d*) *(epoch|step)s?")
+_TAKEN = ("step", "seconds", "waiting", "communicating")  # names of the history's own columns
+_HOOKS = ("on_step", "on_epoch", "on_save", "on_end")
 _COMPARISONS: dict[str, Callable[[float, float], bool]] = {"min": operator.lt, "max": operator.gt}
 
 
@@ -79,6 +82,7 @@ def fit(
             optimizer.apply_gradients(zip(gradients, model), weight=len(losses))
             return {"loss": losses}
 
+        optimizer.build(model)  # its state is part of the checkpoint
         history = ms.fit(step, dataset, epochs=20, directory="runs/a",
                          state={"model": model, "optimizer": optimizer})
 
@@ -155,6 +159,8 @@ def fit(
       [5.625, 0.352, 0.022]
     """
     strategy = resolve_strategy(strategy, "fit", REMEDY.format("fit"))
+    if not isinstance(state, Mapping):
+        raise TypeError(f"fit: state must be a dict of objects by name, got {state!r:.60}.")
     refuse_reserved(state)
     options = FitOptions(
         epochs=_limit("epochs", epochs),
@@ -182,7 +188,10 @@ def fit(
                 "validation would count as an epoch of training. Give the Dataset itself."
             )
         validation = ReplicaFunction(validate, tests)
-    objects = SavedObjects(state, tuple(callbacks), dict(settings or {}))
+    _check_end(options, batches)
+    period, unit = options.validate_every
+    kept_settings = {"validate_every": f"{period} {unit}", **(settings or {})}
+    objects = SavedObjects(state, _checked_callbacks(callbacks), kept_settings)
     loop = TrainingLoop(ReplicaFunction(step, batches), validation, objects, options, strategy)
     loop.train()
     return loop.run.history
@@ -207,7 +216,39 @@ def _check_together(
 def _checked_names(metrics: Sequence[str]) -> tuple[str, ...]:
     if isinstance(metrics, str) or not all(isinstance(name, str) for name in metrics):
         raise TypeError(f"fit: metrics must be names, such as ('loss',), got {metrics!r:.60}.")
+    taken = [name for name in metrics if name in _TAKEN or name.startswith("validation/")]
+    if taken or len(set(metrics)) < len(metrics) or not metrics:
+        raise ValueError(
+            f"fit: metrics must be different names, and not {', '.join(_TAKEN)} or validation/..., "
+            f"which the history uses; got {tuple(metrics)!r:.80}."
+        )
     return tuple(metrics)
+
+
+def _checked_callbacks(callbacks: Sequence[Any]) -> tuple[Any, ...]:
+    if not isinstance(callbacks, list | tuple):
+        raise TypeError(f"fit: callbacks must be a list of objects, got {callbacks!r:.60}.")
+    for callback in callbacks:
+        if isinstance(callback, type) or not any(hasattr(callback, name) for name in _HOOKS):
+            raise TypeError(
+                f"fit: a callback must be an object with one of the methods {', '.join(_HOOKS)}, "
+                f"got {callback!r:.60}."
+            )
+    return tuple(callbacks)
+
+
+def _check_end(options: FitOptions, batches: Any) -> None:
+    """Raise where data without an end are trained on in epochs, or validated after epochs."""
+    dataset = getattr(getattr(batches, "distributed", batches), "_origin", batches)
+    if dataset.cardinality() != INFINITE:
+        return
+    if options.steps is None:
+        raise ValueError("fit: the data have no end, so epochs= never ends. Give steps=.")
+    if options.validate_every.unit == "epoch":
+        raise ValueError(
+            "fit: the data have no end, so no epoch ends, and the history would stay empty. Give "
+            "validate_every='500 steps', or another number."
+        )
 
 
 def _comparison(mode: str) -> Callable[[float, float], bool]:

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from mpistrat import pytree
 from mpistrat.errors import StructureError
 from mpistrat.metrics import Mean
 
@@ -22,20 +23,48 @@ def as_numbers(value: Any) -> Any:
     return value.detach().numpy() if hasattr(value, "detach") else np.asarray(value)
 
 
-def weighted(function: str, name: str, value: Any) -> tuple[Any, Any]:
+def count_rows(batch: Any) -> int | None:
+    """The number of rows of this replica's part of a batch; None if no leaf has an axis."""
+    for leaf in pytree.flatten(batch)[0]:
+        if getattr(leaf, "ndim", 0):
+            return int(leaf.shape[0])
+    return None
+
+
+def weighted(function: str, name: str, value: Any, row_count: int | None) -> tuple[Any, Any]:
     """Numbers and their weights; None as weight counts each number once.
 
     Args:
       function: What has returned the value, for messages.
       name: The name of the metric.
       value: One number for each example, or a pair of a mean and its weight.
+      row_count: The number of rows of the part; None if it is not known.
 
     Raises:
-      TypeError: It is a single number.
+      TypeError: It is a single number, a list, or a pair of anything else than two numbers.
+      StructureError: It has another number of rows than the part.
     """
     if isinstance(value, tuple) and len(value) == 2:
-        return as_numbers(value[0]), as_numbers(value[1])
+        mean, weight = as_numbers(value[0]), as_numbers(value[1])
+        if mean.ndim or weight.ndim:
+            raise TypeError(
+                f"{function} returned a pair for {name!r} with shapes {mean.shape} and "
+                f"{weight.shape}; a pair is (mean, weight): two numbers. Return the array alone, "
+                "with a number for each example."
+            )
+        return mean, weight
+    if isinstance(value, list):
+        raise TypeError(
+            f"{function} returned a list for {name!r}; return an array with a number for each "
+            "example, or a tuple (mean, weight)."
+        )
     numbers = as_numbers(value)
+    if numbers.ndim and row_count is not None and numbers.shape[0] != row_count:
+        raise StructureError(
+            f"{function} returned {numbers.shape[0]} rows for {name!r}, but this replica's part of "
+            f"the batch has {row_count}. Return a number for each example, or a pair (mean, "
+            "weight)."
+        )
     if numbers.ndim == 0:
         raise TypeError(
             f"{function} returned one number for {name!r}, {numbers}: nobody knows how many "
@@ -45,13 +74,16 @@ def weighted(function: str, name: str, value: Any) -> tuple[Any, Any]:
     return numbers, None
 
 
-def add_results(function: str, means: Mapping[str, Mean], results: Any) -> None:
+def add_results(
+    function: str, means: Mapping[str, Mean], results: Any, row_count: int | None
+) -> None:
     """Add what a replica function returned to metrics; replica code.
 
     Args:
       function: What has returned the results, for messages.
       means: The metrics by name.
       results: A dict with a value for each of them.
+      row_count: The number of rows of the part that they are of; None if it is not known.
 
     Raises:
       TypeError: It is no dict, or a value is a single number.
@@ -68,5 +100,5 @@ def add_results(function: str, means: Mapping[str, Mean], results: Any) -> None:
             "Give the names of all results as metrics=(...); a checkpoint is read by these names."
         )
     for name, value in results.items():
-        numbers, weight = weighted(function, name, value)
+        numbers, weight = weighted(function, name, value, row_count)
         means[name].update_state(numbers, sample_weight=weight)

@@ -19,12 +19,12 @@ from mpistrat.checkpoint.history import History
 from mpistrat.checkpoint.manager import CheckpointManager, read_notice_flag, save_and_leave
 from mpistrat.checkpoint.planned import format_duration, preemption
 from mpistrat.data.distributed import DistributedIterator
-from mpistrat.errors import StructureError
+from mpistrat.errors import CheckpointError, StructureError
 from mpistrat.metrics import Mean
 from mpistrat.strategy.strategy import Strategy
 from mpistrat.training.evaluation import WeightedSums
 from mpistrat.training.progress import ProgressBar
-from mpistrat.training.results import add_results
+from mpistrat.training.results import add_results, count_rows
 
 # Names that a run gives to what it saves itself.
 RESERVED = ("callbacks", "data", "epoch", "history", "is_stopped", "metrics", "settings", "step")
@@ -220,9 +220,10 @@ class TrainingLoop:
         if self._options.monitor not in self.run.history.names:
             return 0
         values = self.run.history[self._options.monitor][1].tolist()
-        best = 0
+        best = -1  # NaN is never best
         for index, value in enumerate(values):
-            if self._options.is_better(value, values[best]) or math.isnan(values[best]):
+            is_first = best < 0 and not math.isnan(value)
+            if is_first or (best >= 0 and self._options.is_better(value, values[best])):
                 best = index
         return len(values) - 1 - best
 
@@ -262,7 +263,10 @@ class TrainingLoop:
         options, total = self._options, self._total_steps()
         is_shown = options.verbose and self._strategy.rank == 0
         with self._leaving(), ProgressBar(total, is_shown, self.run.step) as self._progress:
-            if path is not None:
+            if path is not None and self.is_over:
+                text = f"the run in {self.run.directory} has ended after step {self.run.step}; "
+                self._progress.print_line(text + "give more epochs or steps to continue it")
+            elif path is not None:
                 text = f"continues after step {self.run.step}, as saved in {path}"
                 self._progress.print_line(text)
             self._begin_row()
@@ -317,7 +321,7 @@ class TrainingLoop:
         observers = [c.on_step for c in self._objects.callbacks if hasattr(c, "on_step")]
 
         def replica_step(batch: Any) -> None:
-            add_results("step", means, step_function(batch))
+            add_results("step", means, step_function(batch), count_rows(batch))
 
         for batch in self._remaining_batches():
             if has_manager:
@@ -356,9 +360,8 @@ class TrainingLoop:
         times = np.subtract((time.perf_counter(), *self._strategy.time_spent()), self._row_start)
         number = self.run.epoch if interval.unit == "epoch" else self.run.step
         row = {name: float(mean.result()) for name, mean in self._means.items()}
-        if self._validation is not None and (
-            interval.unit == "step" or number % interval.period == 0
-        ):
+        is_due = interval.unit == "step" or number % interval.period == 0
+        if self._validation is not None and is_due:
             row |= {f"validation/{name}": value for name, value in self._validate().items()}
         self.run.metrics = row
         names = ("seconds", "waiting", "communicating")
@@ -367,6 +370,7 @@ class TrainingLoop:
             mean.reset_state()
         self._has_unsaved = True
         self._update_staleness()
+        self._check_monitor(row, is_validated=self._validation is None or is_due)
         is_best = self._options.monitor in row and self._rows_since_best() == 0
         if self._best_manager is not None and is_best:
             self._best_manager.save()
@@ -378,12 +382,25 @@ class TrainingLoop:
                 callback.on_epoch(self.run)
         self._begin_row()
 
+    def _check_monitor(self, row: Mapping[str, float], is_validated: bool) -> None:
+        """Raise where the curve that says which weights are best does not exist."""
+        options = self._options
+        needs_monitor = options.patience is not None or options.keep_best
+        if needs_monitor and is_validated and options.monitor not in row:
+            raise StructureError(
+                f"fit: monitor={options.monitor!r} is not a curve of this run; it has {[*row]}."
+            )
+
     def _validate(self) -> dict[str, float]:
         """Means of the validation data. A notice of preemption saves the run at once."""
         if self._validation is None:
             return {}
         score, batches = self._validation
         sums, manager = WeightedSums("validate"), self._manager
+
+        def add_part(part: Any) -> None:
+            sums.add(score(part), count_rows(part))
+
         convert = getattr(batches, "convert", lambda element: element)
         iterator = iter(getattr(batches, "distributed", batches))
         is_distributed = isinstance(iterator, DistributedIterator)
@@ -394,7 +411,9 @@ class TrainingLoop:
                 flags = iterator._all_bits if is_distributed else read_notice_flag(manager)
                 if flags:
                     save_and_leave(manager)
-            self._strategy.run(lambda part: sums.add(score(part)), args=(convert(element),))
+            self._strategy.run(
+                lambda part: sums.add(score(part), count_rows(part)), args=(convert(element),)
+            )
         return sums.means(self._strategy)
 
     def _line(self, number: int, seconds: float) -> str:
@@ -421,7 +440,10 @@ class TrainingLoop:
                     callback.on_save(self.run, manager.latest_checkpoint)
 
     def _finish(self) -> None:
-        """Save the end of the run, draw the curves, and restore the best weights."""
+        """Complete the last row, save, draw the curves, and restore the best weights."""
+        interval = self._options.validate_every
+        if interval.unit == "step" and self.run.step > self._row_step:
+            self._close_row()
         if self._manager is not None and self._options.directory is not None:
             self._note_save()
             if self._has_unsaved:
@@ -430,8 +452,12 @@ class TrainingLoop:
             self._manager.wait()
             if self.run.history.names and importlib.util.find_spec("matplotlib") is not None:
                 self._draw(self._options.directory / "curves.png")
-        if self._options.restore_best and self._best_manager is not None:
-            self._best_manager.restore_or_initialize()
+        best_manager = self._best_manager if self._options.restore_best else None
+        if best_manager is not None and best_manager.restore_or_initialize() is None:
+            raise CheckpointError(
+                f"fit: restore_best: there are no best weights in {best_manager.directory}: the "
+                "best row was made without keep_best. The variables have the last weights."
+            )
         for callback in self._objects.callbacks:
             if hasattr(callback, "on_end"):
                 callback.on_end(self.run)

@@ -144,12 +144,11 @@ class TestRows:
             history = program.fit(
                 epochs=None, steps=9, validate_every="4 steps", directory=tmp_path, **arguments
             )
-            assert program.validations == 2 * 3
+            assert program.validations == 3 * 3
             return {name: history[name][0].tolist() for name in history.names}
 
         names = run_ranks(program_of, 2)[0]
-        assert names.pop("validation/loss") == [4, 8]
-        assert set(map(tuple, names.values())) == {(4, 8)}
+        assert set(map(tuple, names.values())) == {(4, 8, 9)}  # the last interval is not whole
         assert ms.latest_checkpoint(tmp_path).endswith("ckpt-3.npz")  # the end is saved too
 
     def test_an_endless_dataset_ends_with_its_steps(self):
@@ -158,7 +157,7 @@ class TestRows:
             program.data = ms.Dataset((X, Y)).shuffle(seed=0).repeat().batch(BATCH)
             return program.fit(epochs=None, steps=7, validate_every="3 steps")["loss"][0].tolist()
 
-        assert run_ranks(program_of, 2) == [[3, 6]] * 2
+        assert run_ranks(program_of, 2) == [[3, 6, 7]] * 2
 
     def test_every_second_epoch_is_validated(self):
         def program_of(comm):
@@ -316,6 +315,14 @@ class TestErrors:
             ({"metrics": ("cost",)}, StructureError, "results named .*'loss'.*'cost'"),
             ({"state": {"step": 0}}, StructureError, "names \\['step'\\]"),
             ({"patience": 0}, DataError, "patience"),
+            ({"metrics": ("loss", "loss")}, ValueError, "different names"),
+            ({"metrics": ("seconds",)}, ValueError, "which the history uses"),
+            ({"metrics": ()}, ValueError, "different names"),
+            ({"callbacks": [Interrupt]}, TypeError, "an object with one of the methods on_step"),
+            ({"callbacks": [object()]}, TypeError, "an object with one of the methods on_step"),
+            ({"callbacks": abs}, TypeError, "callbacks must be a list"),
+            ({"state": [1]}, TypeError, "state must be a dict"),
+            ({"monitor": "los", "patience": 1}, StructureError, "'los' is not a curve.*'loss'"),
         ],
     )
     def test_arguments(self, arguments, error, text):
@@ -329,6 +336,9 @@ class TestErrors:
         ("result", "error", "text"),
         [
             ({"loss": 0.5}, TypeError, "one number for 'loss'.*\\(mean, len\\(batch\\)\\)"),
+            ({"loss": [1.0, 2.0]}, TypeError, "a list for 'loss'"),
+            ({"loss": (np.ones(4), 4)}, TypeError, "a pair for 'loss' with shapes \\(4,\\)"),
+            ({"loss": np.ones(1)}, StructureError, "1 rows for 'loss'.* has 4"),
             (None, TypeError, "must return a dict"),
             (0.5, TypeError, "must return a dict"),
         ],
@@ -373,14 +383,32 @@ class TestEvaluation:
         want = (pytest.approx(np.mean(Y**2), rel=1e-13), X.tobytes(), X.sum(1).tobytes())
         assert run_ranks(program_of, size) == [want] * size
 
-    def test_no_batch(self):
+    def test_no_batch_and_no_end(self):
         def program_of(comm):
             strategy = ms.MirroredStrategy(comm=comm)
             empty = ms.Dataset(np.zeros((0, 2))).batch(2)
+            endless = ms.Dataset(np.zeros((4, 2))).repeat().batch(2)
             with strategy.scope():
-                assert ms.evaluate(lambda batch: {"loss": batch}, empty) == {}
-                with pytest.raises(DataError, match="no batch"):
-                    ms.predict(lambda batch: batch, empty)
+                for call in (ms.evaluate, ms.predict):
+                    with pytest.raises(DataError, match="has no batch"):
+                        call(lambda batch: {"loss": batch}, empty)
+                    with pytest.raises(DataError, match="has no end"):
+                        call(lambda batch: {"loss": batch}, endless)
+            program = Program(comm)
+            program.data = ms.Dataset((X, Y)).repeat().batch(BATCH)
+            with pytest.raises(ValueError, match="epochs= never ends"):
+                program.fit()
+            with pytest.raises(ValueError, match="validate_every='500 steps'"):
+                program.fit(epochs=None, steps=3)
+
+        run_ranks(program_of, 2)
+
+    def test_predictions_without_a_row_for_each(self):
+        def program_of(comm):
+            strategy = ms.MirroredStrategy(comm=comm)
+            data = ms.Dataset(np.arange(5.0)).batch(2 * comm.size)
+            with strategy.scope(), pytest.raises(StructureError, match=r"shape \(1,\) for 2 rows"):
+                ms.predict(lambda batch: batch.sum(keepdims=True), data)
 
         run_ranks(program_of, 2)
 
@@ -467,3 +495,37 @@ def test_the_training_data_may_be_the_validation_data(size):
         return bits, history["loss"][1].tolist()
 
     assert run_ranks(program_of, size) == run_ranks(whole, size)
+
+
+def test_nan_is_never_the_best(tmp_path):
+    def program_of(comm):
+        program = Program(comm)
+        values = iter([2.0, 1.0, np.nan, np.nan, np.nan, 0.5])
+        rows = {}
+
+        def score(batch):
+            rows["value"] = next(values) if rows.setdefault("count", 0) % 3 == 0 else rows["value"]
+            rows["count"] += 1
+            return {"loss": (rows["value"], 1)}
+
+        history = program.fit(
+            epochs=9,
+            validate=score,
+            validation_data=ms.Dataset((X, Y)).batch(16),
+            patience=3,
+            keep_best=True,
+            directory=tmp_path,
+        )
+        return history["loss"][0].tolist()
+
+    assert run_ranks(program_of, 2) == [[1, 2, 3, 4, 5]] * 2
+    assert ms.latest_checkpoint(tmp_path / "best").endswith("ckpt-2.npz")
+
+
+def test_another_interval_of_validations_is_refused(tmp_path):
+    def program_of(comm, interval):
+        Program(comm).fit(directory=tmp_path, validate_every=interval, epochs=2)
+
+    run_ranks(program_of, 2, "1 epoch")
+    with pytest.raises(Exception, match="begun with validate_every='1 epoch', not '2 step'"):
+        run_ranks(program_of, 2, "2 steps")
