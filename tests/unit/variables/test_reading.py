@@ -156,10 +156,8 @@ def test_other_names_are_no_names():
 
 
 INSTEAD = {
-    "size": "num_replicas_in_sync",
     "world_size": "num_replicas_in_sync",
     "num_replicas": "num_replicas_in_sync",
-    "is_chief": " == 0",
     "barrier": r"strategy\.group\(None\)",
     "bcast": r"strategy\.broadcast\(tree\)",
     "allreduce": r"\.all_reduce\(",
