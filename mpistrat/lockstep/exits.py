@@ -52,6 +52,8 @@ from mpistrat.watchdog.status_board import say
 # Seconds after which an exception is printed although the other ranks have not come to leave.
 _PRINT_SECONDS = 3.0
 _LOOK_SECONDS = 1.0  # between two looks at the other ranks meanwhile
+# For the watching thread to start, at most: it may have died of MemoryError.
+_START_SECONDS = 1.0
 # Called with an exception that ends the program, before it is sent to the other ranks. They may add
 # hints to its text.
 explainers: list[Callable[[BaseException], None]] = []
@@ -233,10 +235,12 @@ class Exits:
             if self.sessions:  # the program has finalized MPI, which waits for all ranks
                 self._record(code)
             return
-        have_left = threading.Event()
+        is_watching, have_left = threading.Event(), threading.Event()
         # Not by `Thread.start`, which waits forever if the thread dies of MemoryError at its start.
-        with suppress(RuntimeError):  # no thread can be started: it continues without
-            _thread.start_new_thread(self._watch_leaving, (code, have_left))
+        try:
+            _thread.start_new_thread(self._watch_leaving, (code, is_watching, have_left))
+        except RuntimeError:  # no thread can be started: it continues without
+            is_watching.set()
         try:
             agreed = self._leave_sessions(code)
         except BaseException as error:
@@ -248,6 +252,8 @@ class Exits:
                 end_job(code or get_exit_code(error) or 1)
             raise
         have_left.set()
+        # A thread that first runs after Python has freed its state ends the process by SIGSEGV.
+        is_watching.wait(_START_SECONDS)
         # Before MPI is finalized no watchdog may be inside it any more.
         are_closed = [session.board.close() for session in self.sessions]
         self._record(agreed or code)
@@ -260,13 +266,17 @@ class Exits:
         if self.recorder is not None and self.sessions[0].comm.rank == 0:
             self.recorder(code)
 
-    def _watch_leaving(self, code: int, have_left: threading.Event) -> None:
+    def _watch_leaving(
+        self, code: int, is_watching: threading.Event, have_left: threading.Event
+    ) -> None:
         """Report the end of the program if the others do not come to leave; end the job at last.
 
         Args:
           code: The exit code that this rank would leave with.
+          is_watching: Is set by this thread when it runs.
           have_left: Is set when the last handshakes are over.
         """
+        is_watching.set()
         start = time.monotonic_ns()
         self._measure_quiet(start)  # the second look is the first to show whether others compute
         if have_left.wait(min(_PRINT_SECONDS, self.sessions[0].options.grace)):
