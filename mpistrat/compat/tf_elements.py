@@ -101,16 +101,16 @@ class Cached(ArrangingStep):
         return source_count
 
     def transform_order(
-        self, before: Callable[[EpochPath], Order], seeds: Seeds, path: EpochPath
+        self, make_order: Callable[[EpochPath], Order], seeds: Seeds, path: EpochPath
     ) -> Order:
         """Return the rows of the first epoch."""
-        return before((0,))
+        return make_order((0,))
 
     def transform_batches(
-        self, before: BatchMaker, seeds: Seeds, path: EpochPath
+        self, make_batches: BatchMaker, seeds: Seeds, path: EpochPath
     ) -> Iterator[LazyBatch]:
         """Iterate over the batches of the first epoch."""
-        return before((0,))
+        return make_batches((0,))
 
 
 def cache_order(dataset: Dataset) -> Dataset:

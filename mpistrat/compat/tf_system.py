@@ -71,7 +71,7 @@ def _make_device_list(prefix: str) -> Any:
     return list_devices
 
 
-def _do_nothing(*args: Any, **kwargs: Any) -> None:
+def _ignore_call(*args: Any, **kwargs: Any) -> None:
     """Do nothing: MPI connects the ranks, and there are no devices to configure."""
 
 
@@ -89,7 +89,7 @@ def _warn_devices(device: Any, logical_devices: Any) -> None:
 
 def _make_namespace(where: str, inert_names: str, **names: Any) -> Namespace:
     """Return a namespace whose names in `inert_names` are calls without effect."""
-    return Namespace(where, **dict.fromkeys(inert_names.split(), _do_nothing), **names)
+    return Namespace(where, **dict.fromkeys(inert_names.split(), _ignore_call), **names)
 
 
 _physical, _logical = _make_device_list("physical_device"), _make_device_list("device")

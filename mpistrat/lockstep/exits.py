@@ -235,13 +235,8 @@ class Exits:
             if self.sessions:  # the program has finalized MPI, which waits for all ranks
                 self._record(code)
             return
-        is_watching, have_left = threading.Event(), threading.Event()
-        # Not by `Thread.start`, which waits forever if the thread dies of MemoryError at its start.
         try:
-            _thread.start_new_thread(self._watch_leaving, (code, is_watching, have_left))
-        except RuntimeError:  # no thread can be started: it continues without
-            is_watching.set()
-        try:
+            have_left = self._start_watching(code)
             agreed = self._leave_sessions(code)
         except BaseException as error:
             # Such as MemoryError, or the program's own handler of a signal: the others wait for
@@ -252,8 +247,6 @@ class Exits:
                 end_job(code or get_exit_code(error) or 1)
             raise
         have_left.set()
-        # A thread that first runs after Python has freed its state ends the process by SIGSEGV.
-        is_watching.wait(_START_SECONDS)
         # Before MPI is finalized no watchdog may be inside it any more.
         are_closed = [session.board.close() for session in self.sessions]
         self._record(agreed or code)
@@ -265,6 +258,16 @@ class Exits:
     def _record(self, code: int) -> None:
         if self.recorder is not None and self.sessions[0].comm.rank == 0:
             self.recorder(code)
+
+    def _start_watching(self, code: int) -> threading.Event:
+        """Start a thread for `_watch_leaving`; return the event that ends it."""
+        is_watching, have_left = threading.Event(), threading.Event()
+        # Not by `Thread.start`, which waits forever if the thread dies of MemoryError at its start.
+        with suppress(RuntimeError):  # no thread can be started: it continues without
+            _thread.start_new_thread(self._watch_leaving, (code, is_watching, have_left))
+            # If it first ran after Python has freed its state, the process would end by SIGSEGV.
+            is_watching.wait(_START_SECONDS)
+        return have_left
 
     def _watch_leaving(
         self, code: int, is_watching: threading.Event, have_left: threading.Event

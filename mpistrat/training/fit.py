@@ -26,7 +26,7 @@ from mpistrat.training.run import (
 )
 
 _INTERVAL = re.compile(r"([1-9]\d*) *(epoch|step)s?")
-_TAKEN = ("step", "seconds", "waiting", "communicating")  # names of the history's own columns
+_HISTORY_COLUMNS = ("step", "seconds", "waiting", "communicating")  # beside metrics
 _HOOKS = ("on_step", "on_epoch", "on_save", "on_end")
 _COMPARISONS: dict[str, Callable[[float, float], bool]] = {"min": operator.lt, "max": operator.gt}
 
@@ -163,15 +163,15 @@ def fit(
         raise TypeError(f"fit: state must be a dict of objects by name, got {state!r:.60}.")
     refuse_reserved(state)
     options = FitOptions(
-        epochs=_limit("epochs", epochs),
-        steps=_limit("steps", steps),
-        metrics=_checked_names(metrics),
+        epochs=_check_limit("epochs", epochs),
+        steps=_check_limit("steps", steps),
+        metrics=_check_metric_names(metrics),
         validate_every=parse_interval(validate_every),
         directory=None if directory is None else Path(directory),
-        every=every,
+        save_interval=every,
         max_to_keep=max_to_keep,
         monitor=monitor or ("loss" if validate is None else "validation/loss"),
-        is_better=_comparison(mode),
+        is_better=_choose_comparison(mode),
         patience=None if patience is None else check_int("fit: patience", patience, 1),
         keep_best=keep_best or restore_best,
         restore_best=restore_best,
@@ -191,13 +191,13 @@ def fit(
     _check_end(options, batches)
     period, unit = options.validate_every
     kept_settings = {"validate_every": f"{period} {unit}", **(settings or {})}
-    objects = SavedObjects(state, _checked_callbacks(callbacks), kept_settings)
+    objects = SavedObjects(state, _check_callbacks(callbacks), kept_settings)
     loop = TrainingLoop(ReplicaFunction(step, batches), validation, objects, options, strategy)
     loop.train()
     return loop.run.history
 
 
-def _limit(name: str, number: int | None) -> int | None:
+def _check_limit(name: str, number: int | None) -> int | None:
     return None if number is None else check_int(f"fit: {name}", number, 0, ValueError)
 
 
@@ -213,19 +213,21 @@ def _check_together(
         raise ValueError("fit: give both validate= and validation_data=, or neither of them.")
 
 
-def _checked_names(metrics: Sequence[str]) -> tuple[str, ...]:
+def _check_metric_names(metrics: Sequence[str]) -> tuple[str, ...]:
     if isinstance(metrics, str) or not all(isinstance(name, str) for name in metrics):
         raise TypeError(f"fit: metrics must be names, such as ('loss',), got {metrics!r:.60}.")
-    taken = [name for name in metrics if name in _TAKEN or name.startswith("validation/")]
-    if taken or len(set(metrics)) < len(metrics) or not metrics:
+    reserved_names = [
+        name for name in metrics if name in _HISTORY_COLUMNS or name.startswith("validation/")
+    ]
+    if reserved_names or len(set(metrics)) < len(metrics) or not metrics:
         raise ValueError(
-            f"fit: metrics must be different names, and not {', '.join(_TAKEN)} or validation/..., "
-            f"which the history uses; got {tuple(metrics)!r:.80}."
+            f"fit: metrics must be different names, and not {', '.join(_HISTORY_COLUMNS)} or "
+            f"validation/..., which the history uses; got {tuple(metrics)!r:.80}."
         )
     return tuple(metrics)
 
 
-def _checked_callbacks(callbacks: Sequence[Any]) -> tuple[Any, ...]:
+def _check_callbacks(callbacks: Sequence[Any]) -> tuple[Any, ...]:
     if not isinstance(callbacks, list | tuple):
         raise TypeError(f"fit: callbacks must be a list of objects, got {callbacks!r:.60}.")
     for callback in callbacks:
@@ -251,7 +253,7 @@ def _check_end(options: FitOptions, batches: Any) -> None:
         )
 
 
-def _comparison(mode: str) -> Callable[[float, float], bool]:
+def _choose_comparison(mode: str) -> Callable[[float, float], bool]:
     if mode not in _COMPARISONS:
         raise ValueError(f"fit: mode must be 'min' or 'max', got {mode!r:.60}.")
     return _COMPARISONS[mode]

@@ -52,7 +52,7 @@ class FitOptions(NamedTuple):
       metrics: Names of the results of the step.
       validate_every: When a row of the history is complete.
       directory: Where checkpoints and curves go; None for nowhere.
-      every: How often the run is saved, as `CheckpointManager` takes it.
+      save_interval: How often the run is saved, as `CheckpointManager` takes it.
       max_to_keep: How many checkpoints stay.
       monitor: The curve that says which weights are best; None for none.
       is_better: Whether a value of that curve is better than another.
@@ -67,7 +67,7 @@ class FitOptions(NamedTuple):
     metrics: tuple[str, ...]
     validate_every: Interval
     directory: Path | None
-    every: Any
+    save_interval: Any
     max_to_keep: int | None
     monitor: str | None
     is_better: Callable[[float, float], bool]
@@ -193,11 +193,11 @@ class TrainingLoop:
             epoch=0,
             is_stopped=0,
         )
-        every, interval = options.every, options.validate_every
-        if every is None and interval.unit == "step":
-            every = f"{interval.period} steps"
+        save_interval, validation_interval = options.save_interval, options.validate_every
+        if save_interval is None and validation_interval.unit == "step":
+            save_interval = f"{validation_interval.period} steps"
         self._manager = CheckpointManager(
-            self._checkpoint, directory, options.max_to_keep, every=every
+            self._checkpoint, directory, options.max_to_keep, every=save_interval
         )
         self._last_save = self._manager.last_save
         if options.keep_best:

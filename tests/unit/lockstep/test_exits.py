@@ -159,6 +159,23 @@ def test_a_hook_that_exits_has_printed(monkeypatch, capsys):
     assert capsys.readouterr() == ("mine why\n", "")
 
 
+def test_a_rank_does_not_leave_before_its_watching_thread_runs(monkeypatch):
+    """Python 3.11.2 ends by SIGSEGV if a thread first runs while Python frees its state."""
+    process_exits, watched_codes = Exits(), []
+
+    def start_late(function, arguments):
+        threading.Timer(0.2, function, arguments).start()
+
+    def watch(code, is_watching, have_left):
+        watched_codes.append(code)
+        is_watching.set()
+
+    monkeypatch.setattr(exits._thread, "start_new_thread", start_late)
+    monkeypatch.setattr(process_exits, "_watch_leaving", watch)
+    assert not process_exits._start_watching(3).is_set()
+    assert watched_codes == [3]
+
+
 class False_(Exception):
     """As one that is a collection, and empty, or asks its fields."""
 
