@@ -86,8 +86,10 @@ def has_signal_handler(pid: int, number: int) -> bool:
 
     Example:
       >>> import os, signal
-      >>> has_signal_handler(os.getpid(), signal.SIGINT)
+      >>> previous_handler = signal.signal(signal.SIGUSR2, lambda number, frame: None)
+      >>> has_signal_handler(os.getpid(), signal.SIGUSR2)
       True
+      >>> _ = signal.signal(signal.SIGUSR2, previous_handler)
       >>> has_signal_handler(os.getpid(), signal.SIGRTMAX)
       False
     """
