@@ -13,14 +13,15 @@ import contextlib
 import ctypes
 import errno
 import fcntl
+import math
 import os
 import secrets
 import shutil
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from glob import escape
 from pathlib import Path
-from typing import IO, final
+from typing import IO, NamedTuple, final
 
 from mpistrat.checkpoint.files import (
     DIRECTORY_SUFFIX,
@@ -37,22 +38,47 @@ _LOCK_TRIES = 20  # files that others may remove before one that is being writte
 _UNSUPPORTED_ERRNOS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
 
 
+class Criterion(NamedTuple):
+    """What makes a checkpoint better than others.
+
+    Attributes:
+      metric: The name of one of the metrics that it was saved with.
+      mode: ``"min"`` if low values are good, ``"max"`` if high ones are.
+    """
+
+    metric: str
+    mode: str
+
+    def find_best(self, metrics_by_path: Mapping[Path, Mapping[str, float]]) -> Path | None:
+        """Return the first of the best; None if none has the metric, or NaN alone."""
+        values = {
+            path: metrics[self.metric]
+            for path, metrics in metrics_by_path.items()
+            if not math.isnan(metrics.get(self.metric, math.nan))
+        }
+        choose = min if self.mode == "min" else max
+        return choose(values, key=lambda path: values[path]) if values else None
+
+
 @final
 class Retention:
     """Removes the oldest checkpoints of a name.
 
     Args:
       max_to_keep: How many of them are to stay; None for all.
+      criterion: Says which one stays beside these; None for no other one.
 
     Attributes:
       damaged_paths: Checkpoints that are known to be unreadable. They do not count, and are removed
         with the good ones that are older.
+      metrics_by_path: The metrics that checkpoints were saved with, as far as they are known.
     """
 
-    def __init__(self, max_to_keep: int | None = None):
+    def __init__(self, max_to_keep: int | None = None, criterion: Criterion | None = None):
         """Create it; nothing has been printed yet of what cannot be removed."""
-        self._max_to_keep = max_to_keep
+        self._max_to_keep, self._criterion = max_to_keep, criterion
         self.damaged_paths: set[Path] = set()
+        self.metrics_by_path: dict[Path, Mapping[str, float]] = {}
         self._reported_paths: set[Path] = set()
 
     def __call__(self, directory: Path, name: str, new_path: Path) -> list[str]:
@@ -68,10 +94,18 @@ class Retention:
         kept_paths = (
             stored_paths if self._max_to_keep is None else readable_paths[-self._max_to_keep :]
         )
+        best_path = self.find_best(readable_paths)
         for path in stored_paths[: stored_paths.index(kept_paths[0])] if kept_paths else ():
-            if self._try_remove(path):
+            if path != best_path and self._try_remove(path):
                 stored_paths.remove(path)
         return [os.fspath(path) for path in stored_paths]
+
+    def find_best(self, paths: Sequence[Path]) -> Path | None:
+        """Return the best of some checkpoints, the oldest first; None if it is not known."""
+        if self._criterion is None:
+            return None
+        metrics_by_path = {path: self.metrics_by_path.get(path, {}) for path in paths}
+        return self._criterion.find_best(metrics_by_path)
 
     def _try_remove(self, path: Path) -> bool:
         try:

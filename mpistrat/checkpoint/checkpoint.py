@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, cast, final
 from mpistrat.arrays import check_bool
 from mpistrat.checkpoint import atomic, files, restoring, saving, tree
 from mpistrat.checkpoint.background import BackgroundSaver
+from mpistrat.checkpoint.format import NO_METRICS
 from mpistrat.checkpoint.restoring import LIBRARY_COUNTERS, Restored
 from mpistrat.checkpoint.tree import (
     SavedOptimizer,
@@ -367,6 +368,7 @@ class Checkpoint(tree.NestedTrees):
         self,
         file_prefix: _Path,
         number: int | None = None,
+        metrics: Mapping[str, float] = NO_METRICS,
         retention: atomic.Retention | None = None,
         background_saver: BackgroundSaver | None = None,
     ) -> tuple[str, list[str]]:
@@ -389,6 +391,7 @@ class Checkpoint(tree.NestedTrees):
                 prefix,
                 self._counter,
                 requested_number=number,
+                metrics=metrics,
                 retention=retention,
                 background_saver=background_saver,
             )

@@ -30,6 +30,7 @@ import zipfile
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
+from types import MappingProxyType
 from typing import IO, Any, NamedTuple
 
 import numpy as np
@@ -39,6 +40,7 @@ from mpistrat.checkpoint.files import add_file_name
 from mpistrat.errors import CheckpointError, DataError, StructureError
 
 MANIFEST = "manifest.json"
+NO_METRICS: Mapping[str, float] = MappingProxyType({})  # of most saves
 _DTYPE_CODES = np.typecodes["AllInteger"] + np.typecodes["AllFloat"] + "?"
 _ITEM_NBYTES = {
     "bfloat16": 2,
@@ -87,11 +89,27 @@ class Contents(NamedTuple):
       entries: All arrays that are in it, by name.
       arrays: Those that were wanted and are as they were wanted.
       counter: How many times the checkpoint had been saved.
+      metrics: The metrics that it was saved with.
     """
 
     entries: dict[str, Entry]
     arrays: dict[str, Array]
     counter: int
+    metrics: Mapping[str, float] = NO_METRICS
+
+
+class ManifestHead(NamedTuple):
+    """What the manifests of both kinds of checkpoints begin with.
+
+    Attributes:
+      entries: All arrays that are in it, by name.
+      counter: How many times the checkpoint had been saved.
+      metrics: The metrics that it was saved with.
+    """
+
+    entries: dict[str, Entry]
+    counter: int
+    metrics: Mapping[str, float]
 
 
 def view_as_npy_dtype(array: Array) -> Array:
@@ -146,10 +164,8 @@ def form_array(entry: Entry, buffer: Array) -> Array:
     return buffer[: entry.nbytes].view(np.dtype(entry.dtype)).reshape(entry.shape)
 
 
-def parse_manifest_head(
-    manifest: Any, format_number: int, kind_text: str
-) -> tuple[dict[str, Entry], int]:
-    """Return the entries of a manifest, and how many times the checkpoint had been saved.
+def parse_manifest_head(manifest: Any, format_number: int, kind_text: str) -> ManifestHead:
+    """Return what a manifest says of its arrays, its save, and its metrics.
 
     Args:
       manifest: The manifest.
@@ -170,9 +186,11 @@ def parse_manifest_head(
     counter = manifest["save_counter"]
     if type(counter) is not int or not 0 <= counter < 1 << 63:
         raise ValueError(f"save_counter is {counter!r:.40}")
-    return {
-        name: _parse_entry(name, entry_fields) for name, entry_fields in manifest["arrays"].items()
-    }, counter
+    metrics = manifest.get("metrics", {})
+    if not isinstance(metrics, dict) or any(type(value) is not float for value in metrics.values()):
+        raise ValueError(f"metrics is {metrics!r:.40}")
+    entries = {name: _parse_entry(name, fields) for name, fields in manifest["arrays"].items()}
+    return ManifestHead(entries, counter, metrics)
 
 
 def _parse_entry(name: str, entry_fields: dict[str, Any]) -> Entry:
@@ -213,19 +231,27 @@ _HEADER_TRIES = 8
 _EARLIEST_DATE = (1980, 1, 1, 0, 0, 0)  # the first date that ZIP knows: equal values, equal files
 
 
-def write_archive(file: IO[bytes], arrays: Mapping[str, Array], counter: int) -> None:
+def write_archive(
+    file: IO[bytes],
+    arrays: Mapping[str, Array],
+    counter: int,
+    metrics: Mapping[str, float] = NO_METRICS,
+) -> None:
     """Write arrays to a file that can be read again and sought in.
 
     Args:
       file: Open for binary writing, and empty.
       arrays: By name; any dtype that can be sent between ranks.
       counter: How many times the checkpoint has been saved, this time included.
+      metrics: What it is saved with.
 
     Raises:
       OSError: The file cannot be written.
     """
     entries = {name: Entry.from_array(array)._asdict() for name, array in arrays.items()}
     manifest = {"format": FORMAT_NUMBER, "save_counter": counter, "arrays": entries}
+    if metrics:
+        manifest["metrics"] = dict(metrics)
     with zipfile.ZipFile(file, "w") as archive:
         archive.writestr(zipfile.ZipInfo(MANIFEST, _EARLIEST_DATE), json.dumps(manifest, indent=1))
         for name, array in arrays.items():
@@ -372,7 +398,7 @@ def _read_open_archive(
                 raise ValueError(f"{member_info.filename!r} is compressed")
         if _find_frames(file, member_infos.values(), file_nbytes)[-1][0] != directory_offset:
             raise ValueError("members overlap, or there is something between them")
-        entries, counter = _read_manifest(archive, member_infos)
+        entries, counter, metrics = _read_manifest(archive, member_infos)
         _check_sizes(member_infos, entries)
         check_entries(entries)
         arrays = _read_arrays(
@@ -383,7 +409,7 @@ def _read_open_archive(
             != archive.comment
         ):
             raise ValueError("bytes between the arrays have been changed")
-    return Contents(entries, arrays, counter)
+    return Contents(entries, arrays, counter, metrics)
 
 
 def _check_sizes(member_infos: Mapping[str, zipfile.ZipInfo], entries: Mapping[str, Entry]) -> None:
@@ -415,9 +441,21 @@ def _read_arrays(
     return arrays
 
 
+def read_archive_head(path: Path) -> ManifestHead:
+    """Return the manifest of a file, and check nothing else.
+
+    Raises:
+      OSError: It is not there, or cannot be read.
+      CheckpointError: It is no checkpoint.
+      DataError: It is of another format.
+    """
+    with explaining_read_errors(path), zipfile.ZipFile(path) as archive:
+        return _read_manifest(archive, archive.NameToInfo)
+
+
 def _read_manifest(
     archive: zipfile.ZipFile, member_infos: Mapping[str, zipfile.ZipInfo]
-) -> tuple[dict[str, Entry], int]:
+) -> ManifestHead:
     if MANIFEST not in member_infos:
         raise ValueError(f"there is no {MANIFEST} in it")
     if member_infos[MANIFEST].file_size > max(

@@ -163,6 +163,11 @@ def _describe_damage(path: Path, reads_all: bool) -> str:
     return "" if counter == number else f"it holds checkpoint number {counter}, not {number}"
 
 
+def make_printable(text: str) -> str:
+    """Return a text, or its representation if it has characters that a terminal would obey."""
+    return text if text.isprintable() else repr(text)
+
+
 def list_checkpoints(directory: str) -> ReportLines:
     """List name, time, bytes and damage of each checkpoint in a directory.
 
@@ -177,7 +182,11 @@ def list_checkpoints(directory: str) -> ReportLines:
             continue
         time = datetime.datetime.fromtimestamp(modified).isoformat(" ", "seconds")
         damage = _describe_damage(path, reads_all=False)
-        lines.append(f"{path.name:<24} {time} {nbytes:>15,} bytes  {damage or 'ok'}")
+        metrics = "".join(
+            f"  {make_printable(name)} {value:.6g}"
+            for name, value in sharded.read_metrics(path).items()
+        )
+        lines.append(f"{path.name:<24} {time} {nbytes:>15,} bytes  {damage or 'ok' + metrics}")
     return lines or [f"there is no checkpoint in {directory}"], 0
 
 
@@ -186,6 +195,9 @@ def show_checkpoint(path_like: str) -> ReportLines:
     path = files.find_checkpoint(path_like)
     contents, values = _read_contents(path)
     lines = [f"{path}: save number {contents.counter}, {_count_text(contents)}"]
+    lines += [
+        f"  metric {make_printable(name)} = {value:.6g}" for name, value in contents.metrics.items()
+    ]
     lines += [f"  {make_readable(name)} = {value:.60}" for name, value in values.items()]
     for name, array in contents.arrays.items():
         entry = contents.entries[name]
@@ -281,7 +293,7 @@ def export_checkpoint(path_like: str, output_path_like: str) -> ReportLines:
     contents = sharded.read_checkpoint(path)
     if output_path.suffix == ".npz":
         with atomic.open_atomically(output_path, should_replace=False) as file:
-            format.write_archive(file, contents.arrays, contents.counter)
+            format.write_archive(file, contents.arrays, contents.counter, contents.metrics)
         return [f"{output_path}: {_count_text(contents)}"], 0
     if output_path.suffix != ".safetensors":
         raise CheckpointError(

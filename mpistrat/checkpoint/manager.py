@@ -11,16 +11,17 @@ import functools
 import os
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn, TypeAlias, final
 
 from mpistrat.arrays import as_int, check_bool, check_int
-from mpistrat.checkpoint import atomic, files
+from mpistrat.checkpoint import atomic, files, sharded
 from mpistrat.checkpoint.background import BackgroundSaver
 from mpistrat.checkpoint.checkpoint import Checkpoint, check_all_ranks_save, determine_owner
 from mpistrat.checkpoint.claim import Claim, acquire_claim
 from mpistrat.checkpoint.files import explaining_write_errors, on_replica0
+from mpistrat.checkpoint.format import NO_METRICS
 from mpistrat.checkpoint.saving import record_known_paths
 from mpistrat.data import position
 from mpistrat.data.dataset import Dataset
@@ -195,24 +196,24 @@ def _yield_batches(
             else batches._resume(read_flags)
         )
         for flags, batch in remaining_batches:
-            is_epoch_end, is_last = not batch.has_value(), False
-            if is_epoch_end:
-                is_last = on_epoch_end is not None and bool(on_epoch_end())
-                is_last = is_last or original_dataset.epoch >= epoch_count
-            if flags or (is_epoch_end and (save_interval.is_never_due or is_last)):
+            is_epoch_end, last_save = not batch.has_value(), manager.last_save
+            is_last = is_epoch_end and on_epoch_end is not None and bool(on_epoch_end())
+            is_last = is_last or (is_epoch_end and original_dataset.epoch >= epoch_count)
+            is_due = flags or (is_epoch_end and (save_interval.is_never_due or is_last))
+            if is_due and manager.last_save is last_save:  # else `on_epoch_end` has saved
                 manager._save()
             if flags & _NOTICE_FLAG:
                 manager._preemption._leave()
             if not is_epoch_end:
-                position.begin_batch(
-                    original_dataset,
-                    functools.partial(_has_stepped, call_state, _count_steps(call_state)),
-                )
+                has_stepped = functools.partial(_has_stepped, call_state, _count_steps(call_state))
+                position.begin_batch(original_dataset, has_stepped)
+                last_save = manager.last_save
                 try:
                     yield convert(batch.get_value())
                 finally:
                     position.finish_batch(original_dataset)
-                save_interval.count_step()
+                if manager.last_save is last_save:  # else the body has saved after this step
+                    save_interval.count_step()
             elif is_last:
                 return
 
@@ -245,12 +246,15 @@ class CheckpointManager:
       every: How often `resume` saves, and when `due` says so: seconds, or a string such as ``"10
         min"`` or ``"500 steps"``. Time is that of replica 0's monotonic clock. None for the end of
         each epoch.
+      keep_best: The name of a metric, see `save`. The checkpoint with its best value stays beside
+        the `max_to_keep` newest, see `best_checkpoint`.
+      best_mode: ``"min"`` if low values are good, ``"max"`` if high ones are.
 
     Raises:
       TypeError: `checkpoint` is not a `Checkpoint`, `directory` not a string or path, `init_fn` not
-        a function, or `every` neither a number nor a string.
-      ValueError: `max_to_keep` is not a positive integer, `checkpoint_name` cannot name a file, or
-        `every` is not a time.
+        a function, `every` neither a number nor a string, or `keep_best` not a string.
+      ValueError: `max_to_keep` is not a positive integer, `checkpoint_name` cannot name a file,
+        `every` is not a time, or `best_mode` is another text.
       OSError: The directory cannot be read.
       LockstepError: The ranks name different directories.
 
@@ -284,26 +288,26 @@ class CheckpointManager:
         init_fn: Callable[[], Any] | None = None,
         every: float | str | None = None,
         background: bool = False,
+        keep_best: str | None = None,
+        best_mode: str = "min",
     ):
         """Create a manager, and find the checkpoints that are there."""
-        if not isinstance(checkpoint, Checkpoint):
-            raise TypeError(
-                f"CheckpointManager: checkpoint must be a Checkpoint, got {checkpoint!r:.60}."
-            )
-        self._checkpoint = checkpoint
+        self._checkpoint = _check_checkpoint(checkpoint)
         self._strategy, failure = determine_owner(checkpoint)
-        self._lockstep = lockstep = self._strategy._replicas.lockstep
+        self._lockstep = self._strategy._replicas.lockstep
         if failure is not None:
-            lockstep.fail_collectively("CheckpointManager", failure)
-        with lockstep.validating_collectively("CheckpointManager"):
+            self._lockstep.fail_collectively("CheckpointManager", failure)
+        with self._lockstep.validating_collectively("CheckpointManager"):
             self._directory = files.check_path("CheckpointManager", "directory", directory)
             self._name = _check_checkpoint_name(checkpoint_name)
             keep = check_number("max_to_keep", max_to_keep, 1)
-            self._retention = atomic.Retention(keep)
+            self._criterion = _make_criterion(keep_best, best_mode)
+            self._retention = atomic.Retention(keep, self._criterion)
             self._init_fn = _check_init_function(init_fn)
             self._save_interval = SaveInterval(every)
-            is_background = check_bool("background", background)
-            self._background_saver = BackgroundSaver() if is_background else None
+            self._background_saver = (
+                BackgroundSaver() if check_bool("background", background) else None
+            )
         self._is_current = False  # the program has what is saved, or something newer
         self.last_save: tuple[float, dict[str, Any]] = (0.0, {})  # its start, and `job.json` of it
         self._has_claimed, self._waited_seconds = False, 0.0
@@ -311,16 +315,25 @@ class CheckpointManager:
         self._preemption: Any = None  # a `Preemption`, in the body of one
         call = f"CheckpointManager({str(self._directory)!r}, {self._name!r}, keep {keep}"
         call += (", in the background)" if background else ")") + f", every {every}" * bool(every)
-        self._paths: list[str] = on_replica0(lockstep, call, self._list_paths)
-        record_known_paths(
-            [files.make_numbered_path(self._directory, self._name, 0), *map(Path, self._paths)]
-        )
+        call += f", the best by {self._criterion}" * (self._criterion is not None)
+        self._paths = self._find_checkpoints(call)
 
-    def _list_paths(self) -> list[str]:
-        return [
-            os.fspath(path)
-            for path in files.list_numbered_paths(self._directory, self._name).values()
-        ]
+    def _find_checkpoints(self, call: str) -> list[str]:
+        """Return the paths of the checkpoints, the oldest first, and note their metrics."""
+
+        def read_metrics_by_path() -> dict[str, Mapping[str, float]]:
+            paths = files.list_numbered_paths(self._directory, self._name).values()
+            are_needed = self._criterion is not None
+            return {
+                str(path): dict(sharded.read_metrics(path)) if are_needed else {} for path in paths
+            }
+
+        metrics_by_path = on_replica0(self._lockstep, call, read_metrics_by_path)
+        for path, metrics in metrics_by_path.items():
+            self._retention.metrics_by_path[Path(path)] = metrics
+        first_path = files.make_numbered_path(self._directory, self._name, 0)
+        record_known_paths([first_path, *map(Path, metrics_by_path)])
+        return list(metrics_by_path)
 
     @property
     def checkpoint(self) -> Checkpoint:
@@ -342,7 +355,21 @@ class CheckpointManager:
         """The path of the newest, or None."""
         return self._paths[-1] if self._paths else None
 
-    def save(self, checkpoint_number: int | None = None) -> str:
+    @property
+    def best_checkpoint(self) -> str | None:
+        """The path of the one with the best value of `keep_best`; None if none was saved with it.
+
+        Of equal values it is the first; NaN is never best.
+        """
+        best_path = self._retention.find_best([*map(Path, self._paths)])
+        return None if best_path is None else os.fspath(best_path)
+
+    def save(
+        self,
+        checkpoint_number: int | None = None,
+        *,
+        metrics: Mapping[str, float] | None = None,
+    ) -> str:
         """Save the checkpoint, and then remove the oldest ones beyond `max_to_keep`.
 
         Collective, in cross-replica code; raises and costs what `Checkpoint.save` does, and a
@@ -352,28 +379,37 @@ class CheckpointManager:
 
         Args:
           checkpoint_number: Its number, not below those that are there; the next one if None.
+          metrics: Numbers by name that it is saved with, equal on all ranks, such as the results of
+            a validation. ``mpistrat checkpoint list`` shows them, and `keep_best` chooses by them;
+            a checkpoint without metrics is never best.
 
         Returns:
           The path.
 
         Raises:
-          ValueError: There are newer ones than that number, or it is not an integer.
+          LockstepError: As of `Checkpoint.save`; or the ranks have different metrics.
+          TypeError: `metrics` is not a dict of numbers by name.
+          ValueError: There are newer ones than that number, or it is not an integer; or `metrics`
+            has no value for `keep_best`.
           OSError: As of `Checkpoint.save`; or the save before, in the background, has failed, and
             nothing is saved now.
         """
-        return self._save(checkpoint_number)
+        return self._save(checkpoint_number, metrics)
 
-    def _save(self, checkpoint_number: int | None = None) -> str:
+    def _save(
+        self, checkpoint_number: int | None = None, metrics: Mapping[str, float] | None = None
+    ) -> str:
         """Save, whatever `save` of a subclass waits for: not to do so now would lose work."""
         with self._lockstep.validating_collectively("CheckpointManager.save"):
             number = check_number("checkpoint_number", checkpoint_number, 0)
+            checked_metrics = _check_metrics(metrics, self._criterion)
         self._acquire_claim()
         start = time.monotonic()
         self._finish_pending_save("CheckpointManager.save")
         slowest = self._gather_slowest()
         prefix = self._directory / self._name
         path, paths = self._checkpoint._save_numbered(
-            prefix, number, self._retention, self._background_saver
+            prefix, number, checked_metrics, self._retention, self._background_saver
         )
         progress = {"saved": path, "saved_step": read_step(self._checkpoint), **slowest}
         self.last_save = (start, progress)
@@ -498,7 +534,8 @@ class CheckpointManager:
           epochs: How many epochs there are in all, those of earlier starts included.
           on_epoch_end: Called on all ranks after the last batch of each epoch, before that epoch is
             saved: what it changes, such as a history with the results of a validation, is in the
-            checkpoint. If its result is true, this was the last epoch.
+            checkpoint. An epoch that it saves itself, as its last act, is not saved again. If its
+            result is true, this was the last epoch.
 
         Returns:
           An iterator. If this manager has restored or saved before, nothing is restored again, and
@@ -595,6 +632,50 @@ def _check_init_function(init_fn: Callable[[], Any] | None) -> Callable[[], Any]
     if init_fn is not None and not callable(init_fn):
         raise TypeError(f"init_fn must be a function or None, got {init_fn!r:.60}.")
     return init_fn
+
+
+def _check_checkpoint(checkpoint: object) -> Checkpoint:
+    if not isinstance(checkpoint, Checkpoint):
+        raise TypeError(
+            f"CheckpointManager: checkpoint must be a Checkpoint, got {checkpoint!r:.60}."
+        )
+    return checkpoint
+
+
+def _make_criterion(keep_best: str | None, best_mode: str) -> atomic.Criterion | None:
+    if keep_best is not None and not isinstance(keep_best, str):
+        raise TypeError(f"keep_best must be the name of a metric or None, got {keep_best!r:.60}.")
+    if best_mode not in ("min", "max"):
+        raise ValueError(f"best_mode must be 'min' or 'max', got {best_mode!r:.60}.")
+    return None if keep_best is None else atomic.Criterion(keep_best, best_mode)
+
+
+def _check_metrics(
+    metrics: Mapping[str, Any] | None, criterion: atomic.Criterion | None
+) -> Mapping[str, float]:
+    """Return metrics as Python's floats.
+
+    Raises:
+      TypeError: They are no numbers by name.
+      ValueError: There is none for the criterion.
+    """
+    if metrics is None:
+        return NO_METRICS
+    numbers: dict[str, float] = {}
+    if isinstance(metrics, Mapping) and all(isinstance(name, str) for name in metrics):
+        with contextlib.suppress(TypeError, ValueError):
+            numbers = {name: float(value) for name, value in metrics.items()}
+    if not numbers:
+        raise TypeError(
+            "CheckpointManager.save: metrics must be numbers by name, such as {'loss': 0.5}, got "
+            f"{metrics!r:.80}."
+        )
+    if criterion is not None and criterion.metric not in numbers:
+        raise ValueError(
+            f"CheckpointManager.save: metrics has {sorted(numbers)}, but the manager was made with "
+            f"keep_best={criterion.metric!r}. Add that metric."
+        )
+    return numbers
 
 
 def _check_checkpoint_name(name: object) -> str:

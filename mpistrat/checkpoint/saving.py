@@ -23,6 +23,7 @@ import numpy as np
 from mpistrat.checkpoint import atomic, claim, files, format, sharded, shares
 from mpistrat.checkpoint.background import BackgroundSaver
 from mpistrat.checkpoint.files import explaining_write_errors, on_replica0
+from mpistrat.checkpoint.format import NO_METRICS
 from mpistrat.checkpoint.shares import SaveRequest
 from mpistrat.checkpoint.values import VALUES_NAME, Cell, make_partial_cells
 from mpistrat.lockstep.handshake import Lockstep
@@ -93,6 +94,7 @@ def save_checkpoint(
     counter: int,
     *,
     requested_number: int | None = None,
+    metrics: Mapping[str, float] = NO_METRICS,
     retention: atomic.Retention | None = None,
     background_saver: BackgroundSaver | None = None,
 ) -> tuple[int, Path, list[str]]:
@@ -104,6 +106,7 @@ def save_checkpoint(
       prefix: Directory, and the name before the number.
       counter: How many times they have been saved before.
       requested_number: The number; None for the next one.
+      metrics: What they are saved with, equal on all ranks.
       retention: Removes the oldest of that name; None to keep all.
       background_saver: As of `SaveRequest`.
 
@@ -117,7 +120,8 @@ def save_checkpoint(
       ValueError: There are newer ones than `requested_number`.
     """
     specs = describe_variables(variables_by_name, True)
-    call = f"Checkpoint.save({str(prefix)!r}, number {requested_number}) of {specs}"
+    call = f"Checkpoint.save({str(prefix)!r}, number {requested_number}"
+    call += (f", metrics={dict(metrics)})" if metrics else ")") + f" of {specs}"
     known_number, is_large, variables_by_name = _validate_save(
         lockstep, variables_by_name, call, prefix
     )
@@ -130,9 +134,9 @@ def save_checkpoint(
     chosen_number: int = on_replica0(lockstep, f"{call}, its number", choose_number)
     suffix = files.DIRECTORY_SUFFIX if is_large else files.FILE_SUFFIX
     path = files.make_numbered_path(prefix.parent, prefix.name, chosen_number, suffix)
-    list_paths = functools.partial(
-        retention or atomic.Retention(), prefix.parent, prefix.name, path
-    )
+    retention = retention or atomic.Retention()
+    retention.metrics_by_path[path] = metrics
+    list_paths = functools.partial(retention, prefix.parent, prefix.name, path)
     save_request = SaveRequest(
         lockstep,
         variables_by_name,
@@ -140,6 +144,7 @@ def save_checkpoint(
         path,
         chosen_number,
         requested_number is not None,
+        metrics,
         background_saver,
     )
     return chosen_number, path, _write_checkpoint(save_request, list_paths)
@@ -233,7 +238,7 @@ def _prepare_file(save_request: SaveRequest) -> Callable[[], None] | None:
 
     def write_file() -> None:
         with atomic.open_atomically(save_request.path, save_request.can_replace) as file:
-            format.write_archive(file, arrays, save_request.counter)
+            format.write_archive(file, arrays, save_request.counter, save_request.metrics)
             claim.check_claim(save_request.path.parent)
 
     return None if save_request.lockstep.comm.rank else write_file

@@ -32,6 +32,7 @@ from mpistrat.checkpoint import format
 from mpistrat.checkpoint.files import add_file_name
 from mpistrat.checkpoint.format import (
     MANIFEST,
+    NO_METRICS,
     Contents,
     Entry,
     explaining_read_errors,
@@ -107,12 +108,14 @@ class Manifest(NamedTuple):
       regions: The regions of the arrays, in the order of the files.
       checksums: The checksum of each of `list_pieces`.
       chunk_nbytes: How many bytes have one checksum.
+      metrics: The metrics that it was saved with.
     """
 
     counter: int
     regions: tuple[Region, ...]
     checksums: tuple[bytes, ...]
     chunk_nbytes: int
+    metrics: Mapping[str, float] = NO_METRICS
 
     @property
     def entries(self) -> dict[str, Entry]:
@@ -204,13 +207,15 @@ def encode_manifest(manifest: Manifest) -> bytes:
             "nbytes": nbytes,
             "checksums": b"".join(next(sums) for _ in range(count)).hex(),
         }
-    content = {
+    content: dict[str, Any] = {
         "format": FORMAT_NUMBER,
         "save_counter": manifest.counter,
         "byteorder": sys.byteorder,
         "chunk": manifest.chunk_nbytes,
         "arrays": rows,
     }
+    if manifest.metrics:
+        content["metrics"] = dict(manifest.metrics)
     body = json.dumps(content, indent=1).removesuffix("\n}").encode()
     return body + _CHECKSUM_LINE % compute_checksum(body).hex().encode()
 
@@ -226,7 +231,7 @@ def parse_manifest(manifest_bytes: bytes) -> Manifest:
     if manifest_bytes[len(body) :] != _CHECKSUM_LINE % compute_checksum(body).hex().encode():
         raise ValueError(f"{MANIFEST} has been changed, or is not whole")
     content = json.loads(manifest_bytes)
-    entries, counter = parse_manifest_head(content, FORMAT_NUMBER, "directories of ")
+    entries, counter, metrics = parse_manifest_head(content, FORMAT_NUMBER, "directories of ")
     if content["byteorder"] != sys.byteorder:
         raise DataError(
             f"is of byte order {content['byteorder']!r:.40}; this is {sys.byteorder!r}."
@@ -249,7 +254,7 @@ def parse_manifest(manifest_bytes: bytes) -> Manifest:
             checksum_bytes[at : at + CHECKSUM_NBYTES]
             for at in range(0, len(checksum_bytes), CHECKSUM_NBYTES)
         ]
-    return Manifest(counter, tuple(regions), tuple(checksums), chunk_nbytes)
+    return Manifest(counter, tuple(regions), tuple(checksums), chunk_nbytes, metrics)
 
 
 def _parse_region(name: str, entry: Entry, fields: Any, previous_region: Region | None) -> Region:
@@ -393,9 +398,18 @@ def read_checkpoint(path: Path, wanted_entries: Mapping[str, Entry] | None = Non
     manifest = read_manifest(path)[1]
     with explaining_read_errors(path):
         matching_names = select_matching_names(manifest.entries, wanted_entries)
-    return Contents(
-        manifest.entries, read_arrays(path, manifest, matching_names, True), manifest.counter
-    )
+    arrays = read_arrays(path, manifest, matching_names, True)
+    return Contents(manifest.entries, arrays, manifest.counter, manifest.metrics)
+
+
+def read_metrics(path: Path) -> Mapping[str, float]:
+    """Return the metrics that a checkpoint was saved with; none of one that cannot be read."""
+    try:
+        if path.is_dir():
+            return read_manifest(path)[1].metrics
+        return format.read_archive_head(path).metrics
+    except (OSError, CheckpointError, DataError):
+        return {}
 
 
 def read_arrays(

@@ -37,7 +37,7 @@ from mpistrat.checkpoint.files import (
     announcing_operation,
     explaining_write_errors,
 )
-from mpistrat.checkpoint.format import MANIFEST, Entry
+from mpistrat.checkpoint.format import MANIFEST, NO_METRICS, Entry
 from mpistrat.checkpoint.sharded import ChecksumRange, Manifest
 from mpistrat.comm.callsite import group_by_key
 from mpistrat.lockstep.handshake import Lockstep
@@ -59,6 +59,7 @@ class SaveRequest(NamedTuple):
       path: The path of the new checkpoint.
       counter: How many times it has been saved, this time included.
       can_replace: Whether it replaces an existing checkpoint.
+      metrics: What it is saved with.
       background_saver: Writes it while the program continues; None to return when it is written.
     """
 
@@ -68,6 +69,7 @@ class SaveRequest(NamedTuple):
     path: Path
     counter: int
     can_replace: bool
+    metrics: Mapping[str, float] = NO_METRICS
     background_saver: BackgroundSaver | None = None
 
 
@@ -334,7 +336,10 @@ class _DirectorySave:
                 sums_by_rank[rank][start : start + sharded.CHECKSUM_NBYTES]
                 for rank, start in checksum_places
             )
-            manifest = Manifest(self._request.counter, self._regions, sums, sharded.CHUNK_NBYTES)
+            request = self._request
+            manifest = Manifest(
+                request.counter, self._regions, sums, sharded.CHUNK_NBYTES, request.metrics
+            )
             flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
             descriptor = os.open(self._staging_path / MANIFEST, flags, 0o666)
             with os.fdopen(descriptor, "wb") as file:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -28,7 +27,6 @@ from mpistrat.training.run import (
 _INTERVAL = re.compile(r"([1-9]\d*) *(epoch|step)s?")
 _HISTORY_COLUMNS = ("step", "seconds", "waiting", "communicating")  # beside metrics
 _HOOKS = ("on_step", "on_epoch", "on_save", "on_end")
-_COMPARISONS: dict[str, Callable[[float, float], bool]] = {"min": operator.lt, "max": operator.gt}
 
 
 def parse_interval(text: Any) -> Interval:
@@ -107,8 +105,7 @@ def fit(
       validation_data: A batched `Dataset`, or one that is distributed already.
       validate_every: ``"1 epoch"``, ``"2 epochs"``, ``"500 steps"``. In epochs, the history has a
         row for each epoch; in steps, a row for each of these intervals.
-      directory: Where checkpoints, best weights (``best``), ``history.csv`` and ``curves.png`` go.
-        None saves nothing.
+      directory: Where checkpoints, ``history.csv`` and ``curves.png`` go. None saves nothing.
       every: How often the run is saved, as `CheckpointManager` takes it: ``"10 min"``, ``"500
         steps"``. None for the end of each epoch, or each interval of steps. The end of the run is
         saved too.
@@ -118,8 +115,9 @@ def fit(
       mode: ``"min"`` if its low values are good, ``"max"`` if its high ones are.
       patience: After how many values of that curve without a new best one the run ends. A run that
         has ended so does not continue when it is started again.
-      keep_best: Save `state` in ``directory/best`` at each new best value.
-      restore_best: Restore that at the end of this call.
+      keep_best: Save the run at each new best value too. The best checkpoint stays beside the
+        `max_to_keep` newest, as with ``CheckpointManager(keep_best=monitor, best_mode=mode)``.
+      restore_best: Restore `state` from it at the end of this call.
       callbacks: Objects with some of the methods ``on_step(run)``, ``on_epoch(run)`` (after each
         row of the history), ``on_save(run, path)`` and ``on_end(run)``; `run` is a `TrainingRun`.
         All ranks call them. One with ``checkpoint_state`` and ``restore_state`` is saved too.
@@ -171,7 +169,7 @@ def fit(
         save_interval=every,
         max_to_keep=max_to_keep,
         monitor=monitor or ("loss" if validate is None else "validation/loss"),
-        is_better=_choose_comparison(mode),
+        mode=mode,
         patience=None if patience is None else check_int("fit: patience", patience, 1),
         keep_best=keep_best or restore_best,
         restore_best=restore_best,
@@ -207,6 +205,8 @@ def _check_together(
     """Raise where arguments need others."""
     if options.epochs is None and options.steps is None:
         raise ValueError("fit: give epochs=, or steps=; otherwise training has no end.")
+    if options.mode not in ("min", "max"):
+        raise ValueError(f"fit: mode must be 'min' or 'max', got {options.mode!r:.60}.")
     if options.keep_best and options.directory is None:
         raise ValueError("fit: keep_best and restore_best need a directory.")
     if (validate is None) != (validation_data is None):
@@ -251,9 +251,3 @@ def _check_end(options: FitOptions, batches: Any) -> None:
             "fit: the data have no end, so no epoch ends, and the history would stay empty. Give "
             "validate_every='500 steps', or another number."
         )
-
-
-def _choose_comparison(mode: str) -> Callable[[float, float], bool]:
-    if mode not in _COMPARISONS:
-        raise ValueError(f"fit: mode must be 'min' or 'max', got {mode!r:.60}.")
-    return _COMPARISONS[mode]

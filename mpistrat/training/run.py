@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import itertools
 import math
+import operator
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -55,7 +56,7 @@ class FitOptions(NamedTuple):
       save_interval: How often the run is saved, as `CheckpointManager` takes it.
       max_to_keep: How many checkpoints stay.
       monitor: The curve that says which weights are best; None for none.
-      is_better: Whether a value of that curve is better than another.
+      mode: ``"min"`` if its low values are good, ``"max"`` if its high ones are.
       patience: How many rows without a better one end the run; None for any number.
       keep_best: Whether the best weights are saved too.
       restore_best: Whether they are restored at the end.
@@ -70,7 +71,7 @@ class FitOptions(NamedTuple):
     save_interval: Any
     max_to_keep: int | None
     monitor: str | None
-    is_better: Callable[[float, float], bool]
+    mode: str
     patience: int | None
     keep_best: bool
     restore_best: bool
@@ -167,15 +168,14 @@ class TrainingLoop:
         batches = getattr(training.batches, "distributed", training.batches)
         self._dataset = getattr(batches, "_origin", batches)  # one replica alone gets the dataset
         self._manager: CheckpointManager | None = None
-        self._best_manager: CheckpointManager | None = None
-        self._is_stale = self._has_unsaved = False
+        self._is_stale = self._has_unsaved = self._is_best = False
         self._last_save: Any = None
         if options.directory is not None:
-            self._create_managers(options.directory)
+            self._create_manager(options.directory)
         self._row_start = (0.0, 0.0, 0.0)
         self._row_step = 0
 
-    def _create_managers(self, directory: Path) -> None:
+    def _create_manager(self, directory: Path) -> None:
         options = self._options
         stateful = {
             f"{number} {type(callback).__name__}": callback
@@ -197,12 +197,14 @@ class TrainingLoop:
         if save_interval is None and validation_interval.unit == "step":
             save_interval = f"{validation_interval.period} steps"
         self._manager = CheckpointManager(
-            self._checkpoint, directory, options.max_to_keep, every=save_interval
+            self._checkpoint,
+            directory,
+            options.max_to_keep,
+            every=save_interval,
+            keep_best=options.monitor if options.keep_best else None,
+            best_mode=options.mode,
         )
         self._last_save = self._manager.last_save
-        if options.keep_best:
-            best = Checkpoint(**self._objects.state)
-            self._best_manager = CheckpointManager(best, directory / "best", max_to_keep=1)
 
     @property
     def is_over(self) -> bool:
@@ -223,7 +225,8 @@ class TrainingLoop:
         best = -1  # NaN is never best
         for index, value in enumerate(values):
             is_first = best < 0 and not math.isnan(value)
-            if is_first or (best >= 0 and self._options.is_better(value, values[best])):
+            is_better = operator.lt if self._options.mode == "min" else operator.gt
+            if is_first or (best >= 0 and is_better(value, values[best])):
                 best = index
         return len(values) - 1 - best
 
@@ -231,11 +234,21 @@ class TrainingLoop:
         """Restore the newest checkpoint, if there is one; its path. Collective.
 
         Raises:
+          StructureError: The run was begun with other objects.
           ValueError: The run was begun with other settings.
         """
         if self._manager is None:
             return None
-        path = self._manager.restore_or_initialize()
+        try:
+            path = self._manager.restore_or_initialize()
+        except StructureError as error:
+            reason = str(error).partition(". ")[0]
+            raise StructureError(
+                f"fit: the run in {self.run.directory} was begun with other state, metrics or "
+                f"callbacks: {reason}. Continue it with the same ones; or begin another run from "
+                "its weights, in another directory: call ms.Checkpoint(**state).restore("
+                f"{self._manager.latest_checkpoint!r}, partial=True) before fit."
+            ) from error
         saved = self._checkpoint
         if saved.settings != dict(self._objects.settings):
             names = sorted({*saved.settings, *self._objects.settings})
@@ -272,6 +285,7 @@ class TrainingLoop:
             self._begin_row()
             if self._is_row_open():
                 self._close_row()
+                self._save_best()
             if not self.is_over:
                 self._make_steps()
             self._finish()
@@ -340,6 +354,8 @@ class TrainingLoop:
                 observe(training_run)
             if has_manager:
                 self._checkpoint.is_stopped = int(training_run.is_stopped)
+            if self._is_best:
+                self._save_best()
 
     def _end_epoch(self) -> bool:
         """Count the epoch, complete its row; whether the run is over. Collective."""
@@ -348,6 +364,7 @@ class TrainingLoop:
             self._checkpoint.epoch = self.run.epoch
         if self._options.validate_every.unit == "epoch":
             self._close_row()
+            self._save_best()
         return self.is_over
 
     def _begin_row(self) -> None:
@@ -371,9 +388,11 @@ class TrainingLoop:
         self._has_unsaved = True
         self._update_staleness()
         self._check_monitor(row, is_validated=self._validation is None or is_due)
-        is_best = self._options.monitor in row and self._rows_since_best() == 0
-        if self._best_manager is not None and is_best:
-            self._best_manager.save()
+        self._is_best = (
+            self._options.keep_best
+            and self._options.monitor in row
+            and self._rows_since_best() == 0
+        )
         if self.run.directory is not None:
             self.run.history.write_csv(self.run.directory / "history.csv")
         self._progress.print_line(self._line(number, float(times[0])))
@@ -381,6 +400,14 @@ class TrainingLoop:
             if hasattr(callback, "on_epoch"):
                 callback.on_epoch(self.run)
         self._begin_row()
+
+    def _save_best(self) -> None:
+        """Save the run if its last row is the best; called when callbacks have seen that row."""
+        if self._is_best and self._manager is not None:
+            self._is_best = False
+            self._checkpoint.is_stopped = int(self.run.is_stopped)
+            self._manager.save(metrics=self.run.metrics)
+            self._note_save()
 
     def _check_monitor(self, row: Mapping[str, float], is_validated: bool) -> None:
         """Raise where the curve that says which weights are best does not exist."""
@@ -446,21 +473,29 @@ class TrainingLoop:
             self._close_row()
         if self._manager is not None and self._options.directory is not None:
             self._note_save()
+            self._save_best()
             if self._has_unsaved:
                 self._manager.save()
                 self._note_save()
             self._manager.wait()
             if self.run.history.names and importlib.util.find_spec("matplotlib") is not None:
                 self._draw(self._options.directory / "curves.png")
-        best_manager = self._best_manager if self._options.restore_best else None
-        if best_manager is not None and best_manager.restore_or_initialize() is None:
-            raise CheckpointError(
-                f"fit: restore_best: there are no best weights in {best_manager.directory}: the "
-                "best row was made without keep_best. The variables have the last weights."
-            )
+        if self._options.restore_best:
+            self._restore_best()
         for callback in self._objects.callbacks:
             if hasattr(callback, "on_end"):
                 callback.on_end(self.run)
+
+    def _restore_best(self) -> None:
+        """Restore the state of the best row; the position in the data and the history stay."""
+        path = None if self._manager is None else self._manager.best_checkpoint
+        if path is None:
+            raise CheckpointError(
+                f"fit: restore_best: {self.run.directory} has no best checkpoint: the best row was "
+                "made without keep_best. The variables have the last weights."
+            )
+        with self._strategy.scope():
+            Checkpoint(**self._objects.state).restore(path, partial=True)
 
     def _draw(self, path: Path) -> None:
         names = [

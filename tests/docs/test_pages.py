@@ -23,6 +23,7 @@ from mpistrat.watchdog.watchdog import ORPHANED
 
 DOCS = Path(__file__).parents[2] / "docs"
 SIZES = {
+    "checkpoints": (1, 2),
     "start": (1,),
     "train": (1, 2),
     "concepts": (1, 2, 3),

@@ -290,9 +290,9 @@ def test_a_file_that_is_not_there(tmp_path):
 def test_a_disk_that_is_full_is_told_on_all_ranks(tmp_path, monkeypatch):
     real = format.write_archive
 
-    def full(file, arrays, counter):
+    def full(file, arrays, counter, metrics):
         if counter == 1:
-            return real(file, arrays, counter)
+            return real(file, arrays, counter, metrics)
         file.write(b"x" * 100)
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 

@@ -165,8 +165,8 @@ def test_a_file_that_goes_while_it_is_written_is_no_missing_file(size, number, t
 
     write = saving.format.write_archive
 
-    def writing(file, values, counter):
-        write(file, values, counter)
+    def writing(file, values, counter, metrics):
+        write(file, values, counter, metrics)
         swept(tmp_path / "ckpt-1.npz")
 
     with pytest.MonkeyPatch.context() as patch:

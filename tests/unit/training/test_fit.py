@@ -10,7 +10,7 @@ import pytest
 
 import mpistrat as ms
 from mpistrat.errors import DataError, StructureError
-from mpistrat.testing import run_ranks
+from mpistrat.testing import RanksFailed, run_ranks
 
 X = np.random.default_rng(0).standard_normal((37, 3))
 Y = X @ np.array([1.0, -2.0, 0.5])
@@ -238,7 +238,15 @@ class TestTheBest:
             return program.bits
 
         assert run_ranks(program_of, 2)[0] == run_ranks(whole, 2)[0][0]
-        assert ms.latest_checkpoint(tmp_path / "best").endswith("ckpt-1.npz")
+        assert sorted(path.name for path in tmp_path.glob("ckpt-*")) == [
+            "ckpt-1.npz",  # the first epoch has the highest loss
+            "ckpt-3.npz",
+            "ckpt-4.npz",
+        ]
+        manager = ms.CheckpointManager(
+            ms.Checkpoint(w=ms.Variable(0.0)), tmp_path, 2, keep_best="loss", best_mode="max"
+        )
+        assert manager.best_checkpoint.endswith("ckpt-1.npz")
 
 
 class Counter:
@@ -519,7 +527,11 @@ def test_nan_is_never_the_best(tmp_path):
         return history["loss"][0].tolist()
 
     assert run_ranks(program_of, 2) == [[1, 2, 3, 4, 5]] * 2
-    assert ms.latest_checkpoint(tmp_path / "best").endswith("ckpt-2.npz")
+    assert sorted(path.name for path in tmp_path.glob("ckpt-*")) == [
+        "ckpt-2.npz",
+        "ckpt-4.npz",
+        "ckpt-5.npz",
+    ]
 
 
 def test_another_interval_of_validations_is_refused(tmp_path):
@@ -529,3 +541,31 @@ def test_another_interval_of_validations_is_refused(tmp_path):
     run_ranks(program_of, 2, "1 epoch")
     with pytest.raises(Exception, match="begun with validate_every='1 epoch', not '2 step'"):
         run_ranks(program_of, 2, "2 steps")
+
+
+class TestAnotherProgram:
+    """A run that is continued by a program with other objects."""
+
+    def test_a_metric_more_is_refused_with_what_to_do(self, tmp_path):
+        def program_of(comm, *names):
+            Program(comm).fit(directory=tmp_path, epochs=1, metrics=names)
+
+        run_ranks(program_of, 2, "loss")
+        with pytest.raises(RanksFailed) as caught:
+            run_ranks(program_of, 2, "loss", "accuracy")
+        text = str(caught.value)
+        assert "was begun with other state, metrics or callbacks" in text
+        assert "'metrics/accuracy/count' is not in the file" in text
+        assert "ckpt-1.npz', partial=True) before fit" in text
+
+    def test_its_weights_are_a_start_for_another_run(self, tmp_path):
+        def program_of(comm, path=None):
+            program = Program(comm)
+            if path is not None:
+                ms.Checkpoint(w=program.w, optimizer=program.optimizer).restore(path, partial=True)
+                return program.bits
+            program.fit(directory=tmp_path, epochs=2)
+            return program.bits
+
+        bits = run_ranks(program_of, 2)
+        assert run_ranks(program_of, 2, ms.latest_checkpoint(tmp_path)) == bits
