@@ -13,7 +13,6 @@ PACKAGE = (HERE / "mpistrat" / "__init__.py").read_text(encoding="utf-8")
 DOCS = ["sphinx", "myst-parser", "furo"]
 EXAMPLES = ["scikit-learn", "matplotlib", "tqdm"]
 TEST = [
-    "build",
     "coverage",
     "pytest>=8",
     "pytest-mpi",
