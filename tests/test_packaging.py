@@ -1,9 +1,10 @@
-"""One version; when a release is refused; what runs before a commit."""
+"""One version; what packages say; when a release is refused; what runs before a commit."""
 
 from __future__ import annotations
 
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -57,6 +58,24 @@ def test_the_newest_pythons_run_every_night():
     named = re.findall(r"^sessions=\((.+)\)$", nightly, re.MULTILINE)
     assert named == [" ".join(f'"{session}"' for session in [*sessions, "doors(newest)"])]
     assert os.access(ROOT / ".ci" / "nightly", os.X_OK)
+
+
+def test_the_description_of_packages_has_no_links_to_files(monkeypatch):
+    descriptions = []
+    monkeypatch.setattr(
+        "setuptools.setup", lambda **keywords: descriptions.append(keywords["long_description"])
+    )
+    runpy.run_path(str(ROOT / "setup.py"))
+    assert not re.findall(r"\]\((?!https?:)[^)]*\)|!\[", descriptions[0])
+    for words in ("# mpistrat", "writes such job scripts", "| `docs/start.md`, `docs/train.md` |"):
+        assert words in descriptions[0]
+
+
+def test_the_picture_of_the_readme_is_small():
+    pictures = re.findall(r"^!\[.+\]\((.+)\)$", (ROOT / "README.md").read_text(), re.MULTILINE)
+    assert pictures == ["docs/digits.png"]
+    assert (ROOT / pictures[0]).read_bytes().startswith(b"\x89PNG")
+    assert (ROOT / pictures[0]).stat().st_size <= 40_000
 
 
 COMMITTED = {
