@@ -6,7 +6,7 @@ from pathlib import Path
 from setuptools import find_packages, setup
 
 HERE = Path(__file__).parent
-# The one place of the version.
+# The version, which only CITATION.cff repeats.
 PACKAGE = (HERE / "mpistrat" / "__init__.py").read_text(encoding="utf-8")
 [VERSION] = re.findall(r'^__version__ = "(.+?)"', PACKAGE, re.MULTILINE)
 # An index of packages has no files beside the page: leave out pictures and targets of links.

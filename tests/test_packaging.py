@@ -18,12 +18,13 @@ import mpistrat
 ROOT = Path(__file__).parent.parent
 
 
-def test_the_version_is_written_once():
+def test_the_version_is_written_once_and_cited():
     number = re.compile(rf"(?<![\w.]){re.escape(mpistrat.__version__)}(?![\w.])")
     names = ("setup.py", "pyproject.toml", "CMakeLists.txt", "noxfile.py", "docs/conf.py")
     assert not [name for name in names if number.search((ROOT / name).read_text())]
     assert version("mpistrat") == mpistrat.__version__
     assert f"## {mpistrat.__version__}" in (ROOT / "CHANGELOG.md").read_text()
+    assert f"\nversion: {mpistrat.__version__}\n" in (ROOT / "CITATION.cff").read_text()
 
 
 def test_a_test_module_that_cannot_be_imported_is_an_error(tmp_path):
