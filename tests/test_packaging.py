@@ -79,7 +79,7 @@ def test_the_picture_of_the_readme_is_small():
     assert (ROOT / pictures[0]).stat().st_size <= 40_000
 
 
-COMMITTED = {
+CHECKOUT_FILES = {
     "mpistrat/__init__.py": '__version__ = "0.1.0"  # comment\n',
     "CHANGELOG.md": "## 0.1.0 (not released yet)\n",
     ".gitignore": "/dist/\n",
@@ -103,7 +103,7 @@ class TestReleaseRefuses:
         (programs / "python3").write_text(f"#!/bin/sh\nexit {BUILDING}\n")
         (programs / "python3").chmod(0o755)
         monkeypatch.setenv("PATH", f"{programs}{os.pathsep}{os.environ['PATH']}")
-        for name, text in COMMITTED.items():
+        for name, text in CHECKOUT_FILES.items():
             (checkout / name).parent.mkdir(parents=True, exist_ok=True)
             (checkout / name).write_text(text)
         (checkout / ".ci").mkdir()
