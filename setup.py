@@ -6,14 +6,17 @@ from pathlib import Path
 from setuptools import find_packages, setup
 
 HERE = Path(__file__).parent
-# The one place of the version.
+# The version, which only CITATION.cff repeats.
 PACKAGE = (HERE / "mpistrat" / "__init__.py").read_text(encoding="utf-8")
 [VERSION] = re.findall(r'^__version__ = "(.+?)"', PACKAGE, re.MULTILINE)
+# An index of packages has no files beside the page: leave out pictures and targets of links.
+README = (HERE / "README.md").read_text(encoding="utf-8")
+README = re.sub(r"^!\[.*\]\(.*\)\n\n", "", README, flags=re.MULTILINE)
+README = re.sub(r"\[([^]\n]+)\]\((?!https?:)[^)\n]+\)", r"\1", README)
 
 DOCS = ["sphinx", "myst-parser", "furo"]
 EXAMPLES = ["scikit-learn", "matplotlib", "tqdm"]
 TEST = [
-    "build",
     "coverage",
     "pytest>=8",
     "pytest-mpi",
@@ -33,7 +36,7 @@ setup(
     name="mpistrat",
     version=VERSION,
     description="The programming model of tf.distribute for NumPy on MPI",
-    long_description=(HERE / "README.md").read_text(encoding="utf-8"),
+    long_description=README,
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     python_requires=">=3.10",

@@ -11,7 +11,7 @@ import importlib
 
 from mpistrat.bytecode import install_finder as _use
 
-__version__ = "0.1.0"  # nowhere else
+__version__ = "0.1.0"  # CITATION.cff repeats it
 
 _use(__path__[0])
 importlib.import_module("mpistrat.config").check_system()
