@@ -13,7 +13,7 @@ from types import ModuleType
 from mpistrat import __version__
 from mpistrat.checkpoint import inspection
 from mpistrat.errors import MpistratError
-from mpistrat.launch import batch, doctor, drill, requeue, run, scaling, warm
+from mpistrat.launch import batch, doctor, drill, profile, requeue, run, scaling, warm
 
 # Each module has a docstring, which is the help text, and the functions `add_arguments` and `main`.
 COMMANDS: dict[str, ModuleType] = {
@@ -23,6 +23,7 @@ COMMANDS: dict[str, ModuleType] = {
     "drill": drill,
     "batch": batch,
     "scaling": scaling,
+    "profile": profile,
     "requeue": requeue,
     "checkpoint": inspection,
 }

@@ -61,8 +61,24 @@ def test_launch_options_are_handed_on(calls):
         "launch_options": LaunchOptions(None, 2, 4, "core", "srun"),
         "hostfile": "h",
         "output": Output("out", True),
+        "profile_directory": "",
         "dry_run": True,
     }
+
+
+@pytest.mark.parametrize(
+    ("words", "directory"),
+    [
+        ("--profile train.py", "profile"),
+        ("--profile-dir out train.py", "out"),
+        ("--profile --profile-dir out train.py", "out"),
+        ("train.py --profile", ""),
+    ],
+)
+def test_where_profiles_are_written(words, directory, calls):
+    assert cli.main(["run", *words.split()]) == 17
+    assert options["profile_directory"] == directory
+    assert calls == [(None, ["train.py", *(() if directory else ("--profile",))], False, None)]
 
 
 @pytest.mark.parametrize(
