@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 
@@ -132,6 +133,17 @@ def test_code_is_refused(calls, capsys):
     assert cli.main(["run", "-n", "2", "-c", "print(1)", "-x"]) == 2
     assert "-c: write the code to a file" in capsys.readouterr().err
     assert not calls
+
+
+def test_without_words_the_help_is_printed(capsys):
+    assert cli.main([]) == 2
+    output = capsys.readouterr()
+    assert not output.out
+    assert all(f"\n    {name}" in output.err for name in cli.COMMANDS)
+    examples = output.err.partition("examples:\n")[2].splitlines()
+    parser = cli._build_parser()
+    for line in filter(str.strip, examples[: examples.index("")]):
+        parser.parse_args(re.split("  +", line.strip())[0].split()[1:])
 
 
 def test_the_version_is_told(capsys):
