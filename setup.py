@@ -58,9 +58,10 @@ setup(
         "jax": ["jax>=0.6.2"],
         "torch": ["torch>=2.13", "ml_dtypes"],
         "tensorboard": ["tensorboardX"],
+        "completion": ["shtab>=1.13"],
         "examples": EXAMPLES,
         "docs": DOCS,
-        "test": [*EXAMPLES, *DOCS, *TEST, "tensorboardX"],
+        "test": [*EXAMPLES, *DOCS, *TEST, "shtab>=1.13", "tensorboardX"],
     },
     entry_points={"console_scripts": ["mpistrat = mpistrat.launch.cli:main"]},
 )

@@ -98,6 +98,9 @@ class Options:
         `mpistrat run` sets it, and counts a job that has not written it as failed.
       measure: A file for the results of the job: ranks, nodes, seconds, steps.
         ``MPISTRAT_MEASURE``; `mpistrat scaling` sets it.
+      profile: A directory for a profile of each rank, ``rank-N.prof``; empty for none. The ranks of
+        `mpistrat run` and of ``python -m mpistrat.launch.rank`` write it. ``MPISTRAT_PROFILE``;
+        ``mpistrat run --profile`` sets it.
       grace: Seconds that a rank which leaves with a failure waits for the others to make a call,
         before it ends the job; in a job of several groups also for other signs of life.
         ``MPISTRAT_GRACE``.
@@ -142,6 +145,7 @@ class Options:
     ranks: int = _option_field(0, _parse_job_size, "a number of ranks, or empty")
     record: str = _option_field("", str, "a file name")
     measure: str = _option_field("", str, "a file name")
+    profile: str = _option_field("", str, "a directory")
     grace: float = _option_field(30.0, _parse_seconds, "seconds, more than 0")
     warn: float = _option_field(60.0, _parse_seconds, "seconds, more than 0")
     timeout: float = _option_field(1800.0, _parse_seconds, "seconds, more than 0")

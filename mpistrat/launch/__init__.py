@@ -15,7 +15,8 @@ The command line:
 
 - `cli`: the command ``mpistrat``. Each subcommand is a module with a docstring, which is its help
   text, and the functions `add_arguments` and `main`: `run`, `doctor`, `warm`, `drill`, `batch`,
-  `scaling`, `requeue` (and `mpistrat.checkpoint.inspection`).
+  `scaling`, `profile`, `requeue` (and `mpistrat.checkpoint.inspection`).
+- `completion`: its option ``--print-completion``, for shells.
 - `arguments`: types of arguments that several subcommands take.
 
 Jobs:

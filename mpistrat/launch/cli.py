@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import inspect
 import os
 import signal
@@ -13,7 +14,8 @@ from types import ModuleType
 from mpistrat import __version__
 from mpistrat.checkpoint import inspection
 from mpistrat.errors import MpistratError
-from mpistrat.launch import batch, doctor, drill, requeue, run, scaling, warm
+from mpistrat.launch import batch, doctor, drill, profile, requeue, run, scaling, warm
+from mpistrat.launch.completion import SHELLS, PrintCompletion
 
 # Each module has a docstring, which is the help text, and the functions `add_arguments` and `main`.
 COMMANDS: dict[str, ModuleType] = {
@@ -23,14 +25,35 @@ COMMANDS: dict[str, ModuleType] = {
     "drill": drill,
     "batch": batch,
     "scaling": scaling,
+    "profile": profile,
     "requeue": requeue,
     "checkpoint": inspection,
 }
 
 
+_EXAMPLES = """\
+examples:
+  mpistrat doctor                                 check Python, MPI and the launcher
+  mpistrat run -n 4 train.py --epochs 3           run train.py on 4 ranks
+  mpistrat run -n 4 --profile train.py            and print where they spend their time
+  mpistrat batch --nodes 2 -o job.sh -- train.py  write a job script for Slurm
+
+`mpistrat COMMAND --help` describes a command.
+"""
+
+
 def _build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="mpistrat", description="tf.distribute for NumPy on MPI.")
+    parser = argparse.ArgumentParser(
+        prog="mpistrat",
+        description="tf.distribute for NumPy on MPI.",
+        epilog=_EXAMPLES,
+        formatter_class=functools.partial(
+            argparse.RawDescriptionHelpFormatter, max_help_position=14
+        ),
+    )
     parser.add_argument("--version", action="version", version=f"mpistrat {__version__}")
+    text = "print a script for completion, as for eval in ~/.bashrc, and exit"
+    parser.add_argument("--print-completion", action=PrintCompletion, choices=SHELLS, help=text)
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, module in COMMANDS.items():
         text = inspect.getdoc(module) or f"{name}: `python -OO` leaves out what it does."
@@ -54,9 +77,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Returns:
       The exit code: the command's own, or 2 for an error of mpistrat or of a file, printed on
-      stderr. Where nobody reads the output to its end, 141 and no message, as with other commands.
+      stderr, or for no word at all, which prints the help there. Where nobody reads the output to
+      its end, 141 and no message, as with other commands.
     """
-    args = _build_parser().parse_args(argv)
+    parser = _build_parser()
+    argv = sys.argv[1:] if argv is None else argv
+    if not argv:  # a script whose subcommand is missing must not count as success
+        parser.print_help(sys.stderr)
+        return 2
+    args = parser.parse_args(argv)
     try:
         code: int = COMMANDS[args.command].main(args)
     except BrokenPipeError:  # whoever reads the output has enough of it, as `| head` has

@@ -3,7 +3,8 @@
 Its call is ``python -m mpistrat.launch.rank [-m] PROGRAM ...``.
 
 Before the program, ``--label`` puts ``[rank@host]`` in front of each line on the terminal, and
-``--output-dir DIR`` the output of each rank into a file of its own.
+``--output-dir DIR`` the output of each rank into a file of its own. With ``MPISTRAT_PROFILE`` the
+program is profiled.
 
 MPI and the session start before the program is imported. So a program that cannot be imported on
 one rank ends the job on all, and ranks that were started as jobs of their own find out before they
@@ -50,9 +51,8 @@ def main(argv: Sequence[str]) -> None:
 
     if announce_rank is not None:
         announce_rank(session.comm.rank, session.comm.size)
-    mpi_files = (
-        mapped_shm_files() - previous_files
-    )  # the launcher removes those of a job that fails
+    # The launcher removes those of a job that fails.
+    mpi_files = mapped_shm_files() - previous_files
     process_exits, record_path = exits(), read_or_default().record
     job_directory = Path(record_path).parent if record_path else None
     take_input(session.comm.rank, job_directory)
@@ -69,13 +69,22 @@ def main(argv: Sequence[str]) -> None:
 
             StepCounter(Lockstep(session), session.options.measure)
         session.release()  # it belongs to whoever makes the first strategy, as without the runner
-        _run_program(list(argv))
+        with _profiling_if_asked(session):
+            _run_program(list(argv))
     except BaseException as error:
         process_exits.handle_end(error.with_traceback(_strip_launcher_frames(error.__traceback__)))
         if isinstance(error, SystemExit) and session.comm.size == 1:
             raise  # with its text, if it has one
         # It is printed in the last handshake, once; here the process only has to end.
         raise SystemExit(get_exit_code(error)) from None
+
+
+def _profiling_if_asked(session: Session) -> contextlib.AbstractContextManager[None]:
+    if not session.options.profile:
+        return contextlib.nullcontext()
+    from mpistrat.launch.profile import profiling_rank  # few jobs need it
+
+    return profiling_rank(session.options.profile, session.comm.rank, session.comm.size)
 
 
 def _strip_launcher_frames(trace: TracebackType | None) -> TracebackType | None:

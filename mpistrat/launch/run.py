@@ -6,6 +6,11 @@ nodes and cores are those of the allocation. Options of Python come after its na
 -n 4 python -u train.py. Arguments after the last -- go to the launcher: mpistrat run train.py
 --epochs 3 -- --cpu-bind=cores. A failure on one rank ends the whole job. The exit code is the
 launcher's.
+
+With --profile, cProfile records the calls of each rank from the first line of the program to its
+end, also if it fails or calls sys.exit. profile/rank-N.prof holds those of rank N. A table of all
+ranks is printed to stderr then, and by `mpistrat profile` later. Only the main thread of each rank
+is profiled. A program that uses cProfile itself cannot be run with it.
 """
 
 from __future__ import annotations
@@ -54,6 +59,7 @@ from mpistrat.launch.plan import (
     forward_variables,
 )
 from mpistrat.launch.process import Outcome, run_job
+from mpistrat.launch.profile import DEFAULT_DIRECTORY, remove_profiles, report_job
 from mpistrat.launch.roster import CAUSE_NAME, CRASH_SIGNALS, RECORD_NAME, EndedRank, Roster
 from mpistrat.launch.streams import TERMINAL, Output, leave_input, open_standard_streams
 from mpistrat.watchdog.observer import HUNG
@@ -99,6 +105,7 @@ def run(
     *,
     hostfile: str | None = None,
     output: Output = TERMINAL,
+    profile_directory: str = "",
     dry_run: bool = False,
 ) -> int:
     """Run a Python program on several ranks, here or in the allocation that this process is in.
@@ -113,6 +120,8 @@ def run(
       timeout: Seconds after which the job is ended, or None for never.
       hostfile: A file of hosts to use instead of those of the allocation.
       output: The terminal or files for the output of the ranks.
+      profile_directory: A directory for a profile of each rank, or empty for none; then a table of
+        all ranks is printed to stderr when the job has ended.
       dry_run: Print the call, and do nothing.
 
     Returns:
@@ -136,19 +145,30 @@ def run(
     allocation = choose_hosts(hostfile)
     shape = fit_shape(launch_options, allocation)
     rank_command = build_rank_command(program, is_module, output, python_options)
-    command, export_flag = plan_command(
-        allocation, launch_options, rank_command, _choose_thread_variables(shape, allocation)
-    )
+    rank_variables = _choose_thread_variables(shape, allocation)
+    profile_directory = profile_directory or read_or_default().profile
+    if profile_directory:  # programs may change directory
+        rank_variables["MPISTRAT_PROFILE"] = str(Path(profile_directory).absolute())
+    command, export_flag = plan_command(allocation, launch_options, rank_command, rank_variables)
     _print_message(str(command))
     if dry_run:
         return 0
-    if output.directory:
-        try:
-            Path(output.directory).mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            text = f"--output-dir {output.directory} cannot be made: {error.strerror}."
-            raise LaunchError(text) from None
-    return _run_watched_job(command, export_flag, allocation, shape.ranks, timeout)
+    _make_directory(output.directory, "--output-dir")
+    _make_directory(profile_directory, "--profile-dir")
+    if profile_directory:
+        remove_profiles(Path(profile_directory))
+    code = _run_watched_job(command, export_flag, allocation, shape.ranks, timeout)
+    if profile_directory:
+        report_job(Path(profile_directory), shape.ranks)
+    return code
+
+
+def _make_directory(directory: str, option: str) -> None:
+    try:
+        if directory:
+            Path(directory).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise LaunchError(f"{option} {directory} cannot be made: {error.strerror}.") from None
 
 
 def build_rank_command(
@@ -524,6 +544,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--label", action="store_true", help="begin each line of output with [rank@host]")
     text = "write each rank's output to DIR/rank-N.txt; only rank 0 is on the terminal too"
     add("--output-dir", metavar="DIR", default="", help=text)
+    text = "profile the main thread of each rank, print a table; files: profile/rank-N.prof"
+    add("--profile", action="store_const", const=DEFAULT_DIRECTORY, default="", help=text)
+    add("--profile-dir", dest="profile", metavar="DIR", help="the same, with files in DIR")
     add("--dry-run", action="store_true", help="print the launcher command and do not run it")
     add("--timeout", metavar="S", type=parse_seconds, help="end the job after S seconds")
     text = "a module and its arguments, as after python -m"
@@ -551,6 +574,7 @@ def main(args: argparse.Namespace) -> int:
         timeout=args.timeout,
         hostfile=args.hostfile,
         output=Output(args.output_dir, args.label),
+        profile_directory=args.profile,
         dry_run=args.dry_run,
     )
 

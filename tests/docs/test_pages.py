@@ -33,6 +33,7 @@ SIZES = {
     "coming-from": (1, 2),
     "from-pytorch": (1, 2),
     "from-jax": (1, 2),
+    "profiling": (1,),  # PyTorch has one profiler in a process
 }
 OPTIONAL = (
     "h5py",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 
@@ -61,8 +62,24 @@ def test_launch_options_are_handed_on(calls):
         "launch_options": LaunchOptions(None, 2, 4, "core", "srun"),
         "hostfile": "h",
         "output": Output("out", True),
+        "profile_directory": "",
         "dry_run": True,
     }
+
+
+@pytest.mark.parametrize(
+    ("words", "directory"),
+    [
+        ("--profile train.py", "profile"),
+        ("--profile-dir out train.py", "out"),
+        ("--profile --profile-dir out train.py", "out"),
+        ("train.py --profile", ""),
+    ],
+)
+def test_where_profiles_are_written(words, directory, calls):
+    assert cli.main(["run", *words.split()]) == 17
+    assert options["profile_directory"] == directory
+    assert calls == [(None, ["train.py", *(() if directory else ("--profile",))], False, None)]
 
 
 @pytest.mark.parametrize(
@@ -116,6 +133,17 @@ def test_code_is_refused(calls, capsys):
     assert cli.main(["run", "-n", "2", "-c", "print(1)", "-x"]) == 2
     assert "-c: write the code to a file" in capsys.readouterr().err
     assert not calls
+
+
+def test_without_words_the_help_is_printed(capsys):
+    assert cli.main([]) == 2
+    output = capsys.readouterr()
+    assert not output.out
+    assert all(f"\n    {name}" in output.err for name in cli.COMMANDS)
+    examples = output.err.partition("examples:\n")[2].splitlines()
+    parser = cli._build_parser()
+    for line in filter(str.strip, examples[: examples.index("")]):
+        parser.parse_args(re.split("  +", line.strip())[0].split()[1:])
 
 
 def test_the_version_is_told(capsys):
