@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import weakref
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.function import once_differentiable
 
 from mpistrat import pytree
 from mpistrat.arrays import label
-from mpistrat.errors import ContextError, LeafTypeError
+from mpistrat.errors import LeafTypeError
 from mpistrat.kernels.ops import ReduceOp
 from mpistrat.strategy.all_reduce import all_reduce_tree
 from mpistrat.strategy.context_stack import enter_replica
@@ -228,6 +228,10 @@ class SyncBatchNorm(torch.nn.modules.batchnorm._BatchNorm):
     replicated model the gradients are those of one process with all rows. A rank without rows runs
     a model that has such a layer, on no rows, as the others wait for it there.
 
+    In ``DistributedDataParallel``, ``fully_shard`` or alone, in a process group of several ranks,
+    the sums go through that group, on the CPU too. These average gradients over ranks and not over
+    rows, so there the gradients are those of one process where ranks have equally many rows.
+
     Collective: in training all ranks call it, and its backward pass. Arguments and attributes are
     those of ``torch.nn.BatchNorm2d``; inputs have 2 dimensions or more. `replicate` gives it the
     strategy.
@@ -240,14 +244,17 @@ class SyncBatchNorm(torch.nn.modules.batchnorm._BatchNorm):
       (5, 3)
     """
 
+    process_group: Any = None  # None for all ranks; not used in a replicated model
     _strategy_ref: Any = None
 
     @classmethod
-    def convert(cls, model: torch.nn.Module) -> Any:
+    def convert(cls, model: torch.nn.Module, process_group: Any = None) -> Any:
         """Return a model with these layers in place of its layers of batch normalisation.
 
         Args:
-          model: The model; its layers are replaced in place, before `replicate`.
+          model: The model; its layers are replaced in place, before `replicate` or
+            ``DistributedDataParallel``.
+          process_group: The ranks that ``DistributedDataParallel`` has; None for all.
         """
         converted = model
         batch_norm_class = torch.nn.modules.batchnorm._BatchNorm
@@ -261,9 +268,9 @@ class SyncBatchNorm(torch.nn.modules.batchnorm._BatchNorm):
                 converted.register_parameter(name, parameter)
             for name, buffer in model.named_buffers(recurse=False):
                 converted.register_buffer(name, buffer)
-            converted.training = model.training
+            converted.training, converted.process_group = model.training, process_group
         for name, child in model.named_children():
-            setattr(converted, name, cls.convert(child))
+            setattr(converted, name, cls.convert(child, process_group))
         return converted
 
     def _use_strategy(self, strategy: Strategy) -> None:
@@ -289,25 +296,31 @@ class SyncBatchNorm(torch.nn.modules.batchnorm._BatchNorm):
           input: Of shape (rows, channels, ...).
 
         Raises:
-          ContextError: `replicate` was not called, in training in a group of several ranks.
+          ValueError: There is at most one value for each channel; on every rank.
         """
-        strategy = None if self._strategy_ref is None else self._strategy_ref()
-        if strategy is None and self.training and _is_in_group():
-            raise ContextError(
-                "SyncBatchNorm: this model was not replicated, so the statistics would be those of "
-                "each rank's rows. Use mpistrat.torch.replicate(model), not "
-                "DistributedDataParallel; or, if that is meant, torch.nn.BatchNorm2d."
-            )
-        if strategy is None or not self.training or strategy.num_replicas_in_sync == 1:
+        sum_over_ranks = self._choose_sum() if self.training else None
+        if sum_over_ranks is None:
             return super().forward(input)
         self._check_input_dim(input)
         weight, bias = self.weight, self.bias
         output, mean, variance, count = _NormalizeOverRanks.apply(
-            input, weight, bias, self.eps, strategy
+            input, weight, bias, self.eps, sum_over_ranks
         )
         if self.track_running_stats and self.running_mean is not None:
             self._update_running_statistics(mean, variance * (count / (count - 1)))
         return output
+
+    def _choose_sum(self) -> _SumOverRanks | None:
+        """Return how sums over the ranks are made; None in a job of one."""
+        strategy = None if self._strategy_ref is None else self._strategy_ref()
+        if strategy is not None:
+            is_alone = strategy.num_replicas_in_sync == 1
+            return None if is_alone else _SumOverRanks(strategy, None)
+        distributed = torch.distributed
+        if not (distributed.is_available() and distributed.is_initialized()):
+            return None
+        is_alone = distributed.get_world_size(self.process_group) == 1
+        return None if is_alone else _SumOverRanks(None, self.process_group)
 
     def _update_running_statistics(self, mean: torch.Tensor, variance: torch.Tensor) -> None:
         self.num_batches_tracked += 1
@@ -318,13 +331,32 @@ class SyncBatchNorm(torch.nn.modules.batchnorm._BatchNorm):
             self.running_var.lerp_(variance.to(self.running_var.dtype), momentum)
 
 
-def _is_in_group() -> bool:
-    distributed = torch.distributed
-    return bool(
-        distributed.is_available()
-        and distributed.is_initialized()
-        and distributed.get_world_size() > 1
-    )
+class _SumOverRanks(NamedTuple):
+    """Sums over the replicas of a strategy, or without one over a process group.
+
+    Attributes:
+      strategy: The strategy, or None.
+      group: The process group; None for all ranks.
+    """
+
+    strategy: Strategy | None
+    group: Any
+
+    def sum(self, tensors: list[torch.Tensor]) -> Any:
+        """Return the sums. Collective."""
+        if self.strategy is not None:
+            return _reduce_leaves(self.strategy, ReduceOp.SUM, tensors)
+        flat = torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
+        torch.distributed.all_reduce(flat, group=self.group)
+        parts = flat.split([tensor.numel() for tensor in tensors])
+        return [part.view_as(tensor) for part, tensor in zip(parts, tensors, strict=True)]
+
+    def loss_weight(self, local_count: int, count: float) -> float:
+        """Return the factor of this rank's loss in the loss of the job, up to a constant.
+
+        A strategy weighs the mean loss of a rank by its rows; process groups do not.
+        """
+        return 1.0 if self.strategy is None else local_count / count
 
 
 class _NormalizeOverRanks(torch.autograd.Function):
@@ -337,7 +369,7 @@ class _NormalizeOverRanks(torch.autograd.Function):
         weight: torch.Tensor | None,
         bias: Any,
         eps: float,
-        strategy: Strategy,
+        sum_over_ranks: _SumOverRanks,
     ) -> Any:
         """Normalise by mean and variance of all rows."""
         axes = [0, *range(2, x.ndim)]
@@ -348,7 +380,7 @@ class _NormalizeOverRanks(torch.autograd.Function):
             double_x.sum(axes),
             (double_x * double_x).sum(axes),
         ]
-        count, total, squares = _reduce_leaves(strategy, ReduceOp.SUM, local_sums)
+        count, total, squares = sum_over_ranks.sum(local_sums)
         if count <= 1:
             raise ValueError("SyncBatchNorm wants more than 1 value per channel in all ranks.")
         mean = total / count
@@ -357,7 +389,7 @@ class _NormalizeOverRanks(torch.autograd.Function):
         shape = [1, -1, *[1] * (x.ndim - 2)]
         normalized = ((double_x - mean.view(shape)) * scale.view(shape)).to(x.dtype)
         ctx.save_for_backward(normalized, weight, scale)
-        ctx.call_options = strategy, axes, shape, local_count, float(count)
+        ctx.call_options = sum_over_ranks, axes, shape, local_count, float(count)
         output = (
             normalized if weight is None else normalized * weight.view(shape) + bias.view(shape)
         )
@@ -367,17 +399,16 @@ class _NormalizeOverRanks(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor, *_: Any) -> Any:
-        """Return gradients whose mean over the rows of all ranks is the gradient of one process."""
+        """Return gradients whose weighted mean over the ranks is the gradient of one process."""
         normalized, weight, scale = ctx.saved_tensors
-        strategy, axes, shape, local_count, count = ctx.call_options
+        sum_over_ranks, axes, shape, local_count, count = ctx.call_options
         double_gradient = gradient.double()
         bias_sums, weight_sums = double_gradient.sum(axes), (double_gradient * normalized).sum(axes)
-        # Each rank's loss is a mean over its own rows, so the losses are weighted by rows.
-        scaled_sums = [bias_sums * (local_count / count), weight_sums * (local_count / count)]
-        bias_total, weight_total = _reduce_leaves(strategy, ReduceOp.SUM, scaled_sums)
-        correction = (bias_total.view(shape) + normalized * weight_total.view(shape)) / max(
-            local_count, 1
-        )
+        loss_weight = sum_over_ranks.loss_weight(local_count, count)
+        scaled_sums = [bias_sums * loss_weight, weight_sums * loss_weight]
+        bias_total, weight_total = sum_over_ranks.sum(scaled_sums)
+        correction = bias_total.view(shape) + normalized * weight_total.view(shape)
+        correction /= (count * loss_weight) or 1.0  # a rank without rows has no gradients
         input_gradient = (double_gradient - correction) * scale.view(shape)
         if weight is None:
             return input_gradient.to(gradient.dtype), None, None, None, None

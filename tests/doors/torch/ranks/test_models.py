@@ -19,6 +19,8 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
+import mpistrat.torch as mt
+
 ROWS, STEPS = 2, 3
 
 
@@ -230,3 +232,62 @@ def test_checkpoints(rank, size, tmp_path, beside):
     )
     got = [p.full_tensor() for p in net.parameters()]
     assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True))
+
+
+class NormNet(torch.nn.Module):
+    """A model with batch normalisation over rows, and over rows and pixels."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = torch.nn.Conv2d(2, 4, 3)
+        self.norm = torch.nn.BatchNorm2d(4)
+        self.last = torch.nn.Linear(4, 3)
+        self.last_norm = torch.nn.BatchNorm1d(3, affine=False)
+
+    def forward(self, x):
+        return self.last_norm(self.last(self.norm(self.conv(x)).mean((2, 3))))
+
+
+def split_rows(row_counts, rank):
+    start = sum(row_counts[:rank])
+    return slice(start, start + row_counts[rank])
+
+
+@pytest.mark.parametrize("wrapper", ["DDP", "FSDP", "none"])
+@pytest.mark.parametrize("rows", ["equal", "uneven", "on one rank"])
+def test_batch_normalisation_is_over_the_rows_of_all_ranks(rank, size, wrapper, rows):
+    row_counts = {
+        "equal": [3] * size,
+        "uneven": [3 + number for number in range(size)],
+        "on one rank": [3 * size] + [0] * (size - 1),
+    }[rows]
+    torch.manual_seed(3)
+    reference, x = NormNet().double(), torch.randn(sum(row_counts), 2, 5, 5).double()
+    torch.manual_seed(3)
+    net = mt.SyncBatchNorm.convert(NormNet().double())
+    inner = net
+    if wrapper == "DDP":
+        net = DistributedDataParallel(net)
+    elif wrapper == "FSDP":
+        net = fully_shard(net)
+    # A loss that is a sum over rows, times what DDP and FSDP divide by: right at uneven rows, too.
+    net(x[split_rows(row_counts, rank)]).square().sum().mul(size).backward()
+    reference(x).square().sum().backward()
+    for name, buffer in reference.named_buffers():
+        torch.testing.assert_close(inner.get_buffer(name), buffer)
+    for name, parameter in reference.named_parameters():
+        gradient = inner.get_parameter(name).grad
+        if wrapper == "FSDP":
+            gradient = gradient.full_tensor()
+        elif wrapper == "none":
+            dist.all_reduce(gradient)
+            gradient /= size
+        torch.testing.assert_close(gradient, parameter.grad)
+
+
+def test_batch_normalisation_in_a_group_of_some_ranks(rank, size):
+    halves = [dist.new_group([number]) for number in range(size)]
+    norm = mt.SyncBatchNorm.convert(torch.nn.BatchNorm1d(2), process_group=halves[rank])
+    x = torch.randn(5, 2)
+    norm(x)
+    torch.testing.assert_close(norm.running_mean, 0.1 * x.mean(0))
