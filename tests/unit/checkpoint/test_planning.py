@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from growth import Planned
+from growth_rank0 import Planned
 from python_calls import calls_of
 
 from mpistrat.checkpoint import sharded

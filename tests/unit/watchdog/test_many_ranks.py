@@ -4,7 +4,7 @@ import random
 
 import numpy as np
 import pytest
-from growth import SimulatedJob
+from growth_rank0 import SimulatedJob
 from python_calls import calls_of
 from status_tables import Row, make_table
 

@@ -1,6 +1,7 @@
-"""Work of one process that could grow with the number of ranks, done for any number without MPI.
+"""Work of rank 0 that could grow with the number of ranks, done for any number without MPI.
 
-``python tests/tools/growth.py`` prints milliseconds of processor time for 64 to 100,000 ranks.
+``python tests/tools/growth_rank0.py`` prints milliseconds of processor time, for 64 to 100,000
+ranks.
 """
 
 from __future__ import annotations
