@@ -77,8 +77,8 @@ def main() -> None:
         slot.write_texts("train.py:88")
     limits = Limits()
     reporter = Reporter(node_board.slot(0), 0, threading.get_ident())
-    observer = Observer(node_board, 128, "node", 0, limits, print, lambda code: None, os.kill)
-    watchdog = Watchdog(0, reporter, observer, limits)
+    observer = Observer(node_board, 128, "node", limits, print, lambda code: None, os.kill)
+    watchdog = Watchdog(0, reporter, observer)
     watchdog.start()
     figures["shared, watched"] = calls(WatchedBoard(node_board))
     watchdog.stop(5.0)
@@ -87,8 +87,8 @@ def main() -> None:
     figures["microseconds"] = {
         "own look": microseconds(lambda: reporter.report(now_ns, False)),
         "one slot": microseconds(lambda: node_board.read(5)),
-        "128 ranks that move": microseconds(lambda: observer.rows(now_ns - 10**9), 50),
-        "128 ranks that wait": microseconds(lambda: observer.rows(now_ns + 10**9), 50),
+        "128 ranks that move": microseconds(lambda: observer.read_statuses(now_ns - 10**9), 50),
+        "128 ranks that wait": microseconds(lambda: observer.read_statuses(now_ns + 10**9), 50),
     }
     print(json.dumps(figures, indent=1))
 

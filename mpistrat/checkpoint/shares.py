@@ -126,14 +126,11 @@ class _DirectorySave:
             if name not in entries:
                 entries[name] = Entry.from_array(variable._storage.array)
         leaders = [0, *map(int, payloads[1:])]
-        file_leaders = sorted(set(leaders))
-        self._regions = sharded.plan_regions(entries, self._private_count, len(file_leaders))
+        ranks_by_leader = group_by_key(leaders, range(len(leaders)))
+        self._regions = sharded.plan_regions(entries, self._private_count, len(ranks_by_leader))
         self._file_sizes = sharded.compute_file_sizes(self._regions)
         # The ranks of the node that writes each file.
-        self._ranks_by_file = [
-            [r for r, rank_leader in enumerate(leaders) if rank_leader == file_leader]
-            for file_leader in file_leaders
-        ]
+        self._ranks_by_file = [ranks for _, ranks in sorted(ranks_by_leader.items())]
 
     def _make_directory(self) -> bytes:
         """Make the directory, and return its name and the arrays that only replica 0 knows."""
@@ -328,6 +325,7 @@ class _DirectorySave:
             remaining_offsets = {
                 rank: iter(range(0, len(sums), sharded.CHECKSUM_NBYTES))
                 for rank, sums in sums_by_rank.items()
+                if sums  # most ranks of many have no piece
             }
             checksum_places = (
                 (rank, next(remaining_offsets[rank])) for _, rank in self._assign_pieces()

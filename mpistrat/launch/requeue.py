@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from mpistrat.watchdog.observer import HUNG
+from mpistrat.watchdog.status_board import HUNG
 
 PREEMPTED = 42
 _MAX_HANGS = 2  # restarts after ranks that waited for one another

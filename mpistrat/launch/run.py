@@ -62,8 +62,7 @@ from mpistrat.launch.process import Outcome, run_job
 from mpistrat.launch.profile import DEFAULT_DIRECTORY, remove_profiles, report_job
 from mpistrat.launch.roster import CAUSE_NAME, CRASH_SIGNALS, RECORD_NAME, EndedRank, Roster
 from mpistrat.launch.streams import TERMINAL, Output, leave_input, open_standard_streams
-from mpistrat.watchdog.observer import HUNG
-from mpistrat.watchdog.status_board import say
+from mpistrat.watchdog.status_board import HUNG, say
 
 UNRECORDED = 70  # the launcher reports success, the ranks do not
 INTERRUPTED = 130  # 128 + SIGINT, as shells have it

@@ -4,9 +4,10 @@ Every rank writes its state to a slot of the *status board* of its node: inside 
 or that it is between calls. That takes half a microsecond each time. The board is a memfd that the
 ranks of the node map, so a crash leaves nothing behind. A thread in each process, its watchdog,
 writes a heartbeat, the line that its rank executes, and whether it makes calls on other
-communicators. On each node the first process that still runs Python watches the slots of all ranks;
-the nodes exchange their statuses once a second on a separate communicator. Nothing polls in a tight
-loop.
+communicators. On each node the first process that still runs Python watches the slots of all ranks.
+The first node judges: once a second the others send it the statuses of their ranks, on a separate
+communicator, and get its verdict. Only if it falls silent, the others judge what they see. Nothing
+polls in a tight loop.
 
 The rooms above are promised that no wait is silent. A rank that others wait for is named after
 ``MPISTRAT_WARN`` seconds, with its state (computing, sleeping, stopped, holding the GIL, dead) and
@@ -23,9 +24,9 @@ which is waiting, and the rest of the calls. That takes 0.15 us a call.
 
 Begin with `status_board`, which has the layout of a slot, then `observer`.
 
-- `status_board`: slots of ranks, the board of a node, statuses, and what a process reports of
-  itself.
+- `status_board`: slots of ranks, the board of a node, and what a process reports of itself.
 - `processes`: other processes in ``/proc``, and the stack frames of this one.
+- `statuses`: the statuses of many ranks, as a table of numbers and texts.
 - `observer`: which ranks are missing, the messages that name them, and the end of the job.
 - `exchange`: statuses of the nodes for each other, by MPI.
 - `watchdog`: the thread that does all of this, and the interface: `WatchedBoard`.

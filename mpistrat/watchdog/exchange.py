@@ -1,11 +1,14 @@
 """The MPI messages by which the watchdogs of the nodes exchange the statuses of their ranks.
 
 `Mailbox` sends and receives single messages without blocking. `StatusExchange` uses it about once a
-second. The first node collects: every other node sends it its statuses, and gets those of all nodes
-as the answer. A node sends again only after it was answered. So there is at most one message in
-transit between two nodes, a posted receive always waits for it, and no message is left over at the
-end: the last message of a pair says that it is the last one. Nobody blocks. A node that does not
-answer is recognized by the age of its last message.
+second. The first node collects and judges: every other node sends it the statuses of its ranks, and
+gets an answer, which has the verdict on its ranks, a summary of the other nodes, and the statuses
+of the first node. The answer does not grow with the number of nodes. The statuses are the rows of
+a table, which are copied to their place in the table of all ranks without a look at any of them.
+A node sends again only after it was answered. So there is at most one message in transit between
+two nodes, a posted receive always waits for it, and no message is left over at the end: the last
+message of a pair says that it is the last one. Nobody blocks. A node that does not answer is
+recognized by the age of its last message.
 
 `begin_barrier` and `call_before_finalize` serve the end of a program, where no rank may block and
 MPI must not be finalized while a thread uses it.
@@ -13,14 +16,24 @@ MPI must not be finalized while a thread uses it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, final
 
+import numpy as np
+
+from mpistrat.arrays import Array
 from mpistrat.comm.mpi import library
-from mpistrat.watchdog.status_board import SILENT, Status, decode_statuses, encode_statuses
+from mpistrat.watchdog.observer import Verdict
+from mpistrat.watchdog.status_board import SILENT
+from mpistrat.watchdog.statuses import (
+    OTHER_NODES_DTYPE,
+    STATUS_DTYPE,
+    NodeLayout,
+    StatusTable,
+    texts_nbytes,
+)
 
 _TAG = 75
-_MAX_NBYTES = 4096
 
 
 def has_thread_multiple() -> bool:
@@ -68,8 +81,6 @@ class Mailbox:
       comm: An mpi4py communicator.
     """
 
-    max_nbytes = _MAX_NBYTES
-
     def __init__(self, comm: Any):
         """Create a mailbox without a posted receive."""
         self.rank: int = comm.rank
@@ -78,9 +89,9 @@ class Mailbox:
         self._receives: dict[int, tuple[Any, bytearray]] = {}
         self._sends: dict[int, tuple[Any, bytes]] = {}
 
-    def post_receive(self, peer: int) -> None:
+    def post_receive(self, peer: int, max_nbytes: int) -> None:
         """Post the receive of one message of `peer`, of at most `max_nbytes` bytes."""
-        buffer = bytearray(_MAX_NBYTES)
+        buffer = bytearray(max_nbytes)
         request = self._comm.Irecv([buffer, library().BYTE], source=peer, tag=_TAG)
         self._receives[peer] = (request, buffer)
 
@@ -109,6 +120,7 @@ class Mailbox:
 
 
 _MORE_FOLLOWS, _LAST = b"\0", b"\1"
+_VERDICT_DTYPE = np.dtype([("key", np.int64), ("remaining_seconds", np.float64)])
 
 
 @final
@@ -117,40 +129,44 @@ class StatusExchange:
 
     Args:
       channel: Sends and receives messages.
-      initial_statuses: The statuses of every node before its first message, node by node.
+      layout: The ranks of every node.
       interval: Seconds between two messages.
       silence_seconds: Seconds without a message after which a node counts as silent.
       now_seconds: The time.
+
+    Attributes:
+      is_leading: This is the first node.
+      own_rows: The rows of this node.
     """
 
     def __init__(
         self,
         channel: Mailbox,
-        initial_statuses: Sequence[Sequence[Status]],
+        layout: NodeLayout,
         interval: float,
         silence_seconds: float,
         now_seconds: float,
     ):
         """Create it, with a posted receive for each node that sends to this one."""
-        self._channel = channel
+        self._channel, self._node_index = channel, channel.rank
         self._interval_seconds, self._silence_seconds = interval, silence_seconds
         self.is_leading = channel.rank == 0
         self._peers = set(range(1, channel.size)) if self.is_leading else {0}
-        # On the first node: the last statuses of each other node; elsewhere, its last answer.
-        self._last_messages: dict[int, tuple[float, Sequence[Status]]] = {
-            peer: (
-                now_seconds,
-                initial_statuses[peer]
-                if self.is_leading
-                else [status for node_statuses in initial_statuses for status in node_statuses],
-            )
-            for peer in self._peers
-        }
+        self.own_rows = layout.rows_of(channel.rank)
+        # The last statuses of the first node and of this one; on the first node, of all.
+        self._table = StatusTable.create(layout)
+        self._table.assume_started(slice(None) if self.is_leading else layout.rows_of(0))
+        self._heard_seconds = np.full(channel.size, now_seconds)  # by node; the last message
+        judged_rows = slice(None) if self.is_leading else self.own_rows
+        # The first node's verdict on all ranks; on other nodes, on their own. Its age.
+        self._verdict = Verdict(0, np.inf, np.zeros(len(layout.ranks), np.bool_)[judged_rows])
+        self._decided_seconds = now_seconds
+        self._summaries = np.zeros(channel.size, OTHER_NODES_DTYPE)
         self._next_send_seconds = now_seconds
         self._unanswered_peers: set[int] = set()  # leading: nodes that wait for an answer
         self._is_awaiting_answer = False  # not leading: an answer is in transit
         for peer in self._peers if self.is_leading else ():
-            channel.post_receive(peer)
+            self._post_receive(peer)
 
     @property
     def is_finished(self) -> bool:
@@ -159,69 +175,99 @@ class StatusExchange:
 
     def is_cut_off(self, now_seconds: float) -> bool:
         """Tell whether the first node, which speaks for all, is silent."""
-        return (
-            not self.is_leading
-            and 0 in self._peers
-            and now_seconds - self._last_messages[0][0] > self._silence_seconds
-        )
+        return not self.is_leading and 0 in self._find_silent_peers(now_seconds)
+
+    def _find_silent_peers(self, now_seconds: float) -> set[int]:
+        is_silent = now_seconds - self._heard_seconds > self._silence_seconds
+        return self._peers.intersection(np.flatnonzero(is_silent).tolist())
+
+    def record_decisions(self, now_seconds: float, verdict: Verdict, summaries: Array) -> None:
+        """Keep decisions of the first node for its next answers.
+
+        Args:
+          now_seconds: The time.
+          verdict: The verdict on all ranks.
+          summaries: As of `StatusTable.summarize_other_nodes`.
+        """
+        self._decided_seconds, self._verdict, self._summaries = now_seconds, verdict, summaries
+
+    def read_verdict(self, now_seconds: float) -> Verdict:
+        """Return the verdict on the ranks of this node; on the first node, on all ranks.
+
+        The first node knows of the others with a delay of about the interval between messages.
+        So another node counts on the end of the job that much earlier.
+        """
+        elapsed_seconds = now_seconds - self._decided_seconds
+        if not self.is_leading:
+            elapsed_seconds += self._interval_seconds
+        remaining_seconds = self._verdict.remaining_seconds - elapsed_seconds
+        return self._verdict._replace(remaining_seconds=remaining_seconds)
+
+    def read_other_nodes(self, now_seconds: float) -> tuple[int, float, float, float]:
+        """Return the summary of the other nodes, as of `StatusTable.summarize_other_nodes`.
+
+        Its ages are those of the last answer: a rank may have continued since. They grow only if
+        the first node is silent.
+        """
+        inside_key, *ages = self._summaries[self._node_index].tolist()
+        if self.is_cut_off(now_seconds):
+            ages = [age + now_seconds - float(self._heard_seconds[0]) for age in ages]
+        return inside_key, *ages
 
     def exchange_statuses(
-        self,
-        now_seconds: float,
-        get_local_statuses: Callable[[], Sequence[Status]],
-        is_closing: bool,
+        self, now_seconds: float, local_statuses: StatusTable, is_closing: bool
     ) -> None:
         """Send and receive the messages that are due, without waiting.
 
         Args:
           now_seconds: The time.
-          get_local_statuses: Returns the statuses of this node.
+          local_statuses: The statuses of this node.
           is_closing: This node is leaving: say so to the others, and send nothing after that.
         """
         if self.is_leading:
-            self._answer_peers(now_seconds, get_local_statuses, is_closing)
+            self._answer_peers(now_seconds, local_statuses, is_closing)
         elif self._peers:
-            self._report_to_leader(now_seconds, get_local_statuses, is_closing)
+            self._report_to_leader(now_seconds, local_statuses, is_closing)
 
     def _answer_peers(
-        self,
-        now_seconds: float,
-        get_local_statuses: Callable[[], Sequence[Status]],
-        is_closing: bool,
+        self, now_seconds: float, local_statuses: StatusTable, is_closing: bool
     ) -> None:
         for peer in self._peers - self._unanswered_peers:
             message = self._channel.take_message(peer)
             if message is not None:
-                self._last_messages[peer] = (now_seconds, decode_statuses(message[1:]))
+                self._heard_seconds[peer] = now_seconds
+                self._store_statuses(peer, message, 1)
                 if message[:1] == _LAST:
                     self._peers.discard(peer)
                 else:
                     self._unanswered_peers.add(peer)
         ready_peers = [peer for peer in self._unanswered_peers if self._channel.is_sent(peer)]
-        if ready_peers:
-            answer = (_LAST if is_closing else _MORE_FOLLOWS) + encode_statuses(
-                self.merge_statuses(now_seconds, get_local_statuses()), self._channel.max_nbytes - 1
-            )
-            for peer in ready_peers:
-                self._unanswered_peers.discard(peer)
-                if is_closing:
-                    self._peers.discard(peer)
-                else:
-                    self._channel.post_receive(peer)
-                self._channel.send_message(peer, answer)
+        if not ready_peers:
+            return
+        verdict = self.read_verdict(now_seconds)
+        encoded_verdict = np.array(verdict[:2], _VERDICT_DTYPE).tobytes()
+        head = (_LAST if is_closing else _MORE_FOLLOWS) + encoded_verdict
+        tail = local_statuses.rows.tobytes() + local_statuses.texts[0]
+        for peer in ready_peers:
+            self._unanswered_peers.discard(peer)
+            if is_closing:
+                self._peers.discard(peer)
+            else:
+                self._post_receive(peer)
+            is_named = verdict.is_named[self._table.layout.rows_of(peer)]
+            answer = (head, self._summaries[peer].tobytes(), is_named.tobytes(), tail)
+            self._channel.send_message(peer, b"".join(answer))
 
     def _report_to_leader(
-        self,
-        now_seconds: float,
-        get_local_statuses: Callable[[], Sequence[Status]],
-        is_closing: bool,
+        self, now_seconds: float, local_statuses: StatusTable, is_closing: bool
     ) -> None:
         if self._is_awaiting_answer:
             message = self._channel.take_message(0)
             if message is None:
                 return
             self._is_awaiting_answer = False
-            self._last_messages[0] = (now_seconds, decode_statuses(message[1:]))
+            self._heard_seconds[0] = now_seconds
+            self._store_answer(now_seconds, message)
             if message[:1] == _LAST:
                 self._peers.discard(0)
                 return
@@ -229,43 +275,58 @@ class StatusExchange:
             if is_closing:
                 self._peers.discard(0)
             else:
-                self._channel.post_receive(0)
+                self._post_receive(0)
                 self._is_awaiting_answer = True
                 self._next_send_seconds = now_seconds + self._interval_seconds
-            self._channel.send_message(
-                0,
-                (_LAST if is_closing else _MORE_FOLLOWS)
-                + encode_statuses(get_local_statuses(), self._channel.max_nbytes - 1),
+            report = (
+                _LAST if is_closing else _MORE_FOLLOWS,
+                local_statuses.rows.tobytes(),
+                local_statuses.texts[0],
             )
+            self._channel.send_message(0, b"".join(report))
 
-    def merge_statuses(self, now_seconds: float, local_statuses: Sequence[Status]) -> list[Status]:
-        """Return the statuses of all nodes, as far as they are known.
+    def _post_receive(self, peer: int) -> None:
+        """Post the receive of a message of a node, with room for the statuses of all its ranks."""
+        size = self._table.layout.sizes[peer]
+        max_nbytes = 1 + size * STATUS_DTYPE.itemsize + texts_nbytes(size)
+        if not self.is_leading:
+            own_size = self._table.layout.sizes[self._node_index]
+            max_nbytes += _VERDICT_DTYPE.itemsize + OTHER_NODES_DTYPE.itemsize + own_size
+        self._channel.post_receive(peer, max_nbytes)
+
+    def _store_answer(self, now_seconds: float, message: bytes) -> None:
+        own_size = self._table.layout.sizes[self._node_index]
+        parts: list[Array] = []
+        at = 1
+        for dtype, count in (_VERDICT_DTYPE, 1), (OTHER_NODES_DTYPE, 1), (np.dtype(bool), own_size):
+            parts.append(np.frombuffer(message, dtype, count, at))
+            at += parts[-1].nbytes
+        (verdict,), (summary,), is_named = parts
+        verdict = Verdict(int(verdict["key"]), float(verdict["remaining_seconds"]), is_named)
+        self._decided_seconds, self._verdict = now_seconds, verdict
+        self._summaries[self._node_index] = summary
+        self._store_statuses(0, message, at)
+
+    def _store_statuses(self, node_index: int, message: bytes, at: int) -> None:
+        """Store the statuses of a node, which begin at byte `at` of a message."""
+        rows = self._table.layout.rows_of(node_index)
+        count = rows.stop - rows.start
+        self._table.rows[rows] = np.frombuffer(message, STATUS_DTYPE, count, at)
+        self._table.texts[node_index] = message[at + count * STATUS_DTYPE.itemsize :]
+
+    def merge_statuses(self, now_seconds: float, local_statuses: StatusTable) -> StatusTable:
+        """Return the statuses of all nodes, as far as they are known, in arrays of their own.
 
         The statuses of this node are `local_statuses`. Those of other nodes keep the age that they
         had when they were sent: a rank may have continued since. Only those of a silent node grow
         older.
         """
-        statuses = list(local_statuses)
-        local_ranks = {rank for status in local_statuses for rank in status.ranks}
-        for peer, (heard_seconds, peer_statuses) in self._last_messages.items():
-            elapsed_seconds = now_seconds - heard_seconds
-            for status in peer_statuses:
-                ranks = tuple(rank for rank in status.ranks if rank not in local_ranks)
-                # The first node passes on statuses; when it is silent, only its own ranks are.
-                is_silent = (
-                    peer in self._peers
-                    and status.node_index == peer
-                    and elapsed_seconds > self._silence_seconds
-                )
-                if ranks:
-                    activity = SILENT if is_silent else status.activity
-                    age = status.age + elapsed_seconds if is_silent else status.age
-                    is_overdue = status.is_overdue or (
-                        is_silent and bool(status.operation) and age > 0
-                    )
-                    statuses.append(
-                        status._replace(
-                            ranks=ranks, age=age, activity=activity, is_overdue=is_overdue
-                        )
-                    )
-        return statuses
+        table = self._table._replace(rows=self._table.rows.copy(), texts=[*self._table.texts])
+        table.rows[self.own_rows] = local_statuses.rows
+        table.texts[self._node_index] = local_statuses.texts[0]
+        for peer in self._find_silent_peers(now_seconds):
+            rows = table.rows[table.layout.rows_of(peer)]
+            rows["activity"] = ord(SILENT)
+            rows["age"] += now_seconds - self._heard_seconds[peer]
+            rows["is_overdue"] |= rows["is_declared"] & (rows["age"] > 0)
+        return table

@@ -2,17 +2,21 @@
 
 `diagnose` finds the missing ranks in the statuses of all ranks; `format_warning` and
 `format_ending` put that into words. `Observer` belongs to the watching process of a node: it reads
-the statuses of its ranks from the status board, warns after ``MPISTRAT_WARN`` seconds, asks missing
-ranks for their stacks, and ends the job after ``MPISTRAT_TIMEOUT`` seconds. `Limits` has these
-times, and those that follow from them.
+the statuses of its ranks from the status board. That of the first node judges the statuses of all
+ranks: it warns after ``MPISTRAT_WARN`` seconds, and ends the job after ``MPISTRAT_TIMEOUT``
+seconds. Each asks the missing ranks of its node for their stacks. `Limits` has these times, and
+those that follow from them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple, final
 
+import numpy as np
+
+from mpistrat.arrays import Array
 from mpistrat.comm.callsite import ranks_text, shorten
 from mpistrat.watchdog.processes import (
     ComputeTracker,
@@ -36,9 +40,19 @@ from mpistrat.watchdog.status_board import (
     TROUBLES,
     NodeBoard,
     SlotEntry,
-    Status,
     get_call_number,
-    group_statuses,
+)
+from mpistrat.watchdog.status_board import HUNG as HUNG
+from mpistrat.watchdog.statuses import (
+    IS_TROUBLE,
+    STATUS_DTYPE,
+    DecodedTexts,
+    NodeLayout,
+    Status,
+    StatusTable,
+    StatusTexts,
+    encode_texts,
+    texts_nbytes,
 )
 
 _ACTIVITY_TEXTS = {
@@ -58,69 +72,64 @@ class Diagnosis(NamedTuple):
     """The ranks that wait, and those that they wait for.
 
     Attributes:
+      table: The statuses of all ranks, as far as they are known.
       key: The call that they wait in, and the part of it.
       seconds: For how long nothing has moved.
-      missing: The ranks that they wait for, longest first. Empty: all have come to the call, and
-        none comes out of it.
-      waiting: The ranks that wait.
+      missing: The rows of the ranks that they wait for. Empty: all have come to the call, and none
+        comes out of it.
+      waiting: The rows of the ranks that wait.
       unknown_count: The number of ranks of the job of which nothing is known here.
       patience: Seconds that the call may take, if it says so itself; else 0.
     """
 
+    table: StatusTable
     key: int
     seconds: float
-    missing: tuple[Status, ...]
-    waiting: tuple[Status, ...]
+    missing: Array
+    waiting: Array
     unknown_count: int = 0
     patience: float = 0.0
 
 
-def diagnose(statuses: Sequence[Status], size: int = 0) -> Diagnosis | None:
+def diagnose(table: StatusTable, size: int = 0) -> Diagnosis | None:
     """Return which ranks wait for which, or None if none waits or the reason is declared.
 
     Seconds count from the later of two moments: the first rank began to wait in that call; the
     missing rank last did something that the status board shows.
 
+    Cost: a few passes of NumPy over the rows.
+
     Args:
-      statuses: The statuses of all ranks, as far as they are known.
-      size: How many ranks there are; 0 for as many as `statuses` know.
+      table: The statuses of all ranks, as far as they are known.
+      size: How many ranks there are; 0 for as many as are known.
     """
-    unknown_count = max(0, size - sum(len(status.ranks) for status in statuses))
-    waiting_states = (IN_CALL, LEAVING)
-    statuses_in_calls = [
-        status
-        for status in statuses
-        if status.state in waiting_states and status.activity not in TROUBLES
-    ]
-    if not statuses_in_calls:
+    rows = table.rows
+    key, state, age = rows["key"], rows["state"], rows["age"]
+    is_trouble, is_known = IS_TROUBLE[rows["activity"]], state != 0
+    is_in_call = ((state == IN_CALL) | (state == LEAVING)) & ~is_trouble
+    if not is_in_call.any():
         return None
-    key = max(status.key for status in statuses_in_calls)
-    waiting = tuple(status for status in statuses_in_calls if status.key == key)
-    patience = min((status.patience for status in waiting if status.patience), default=0.0)
-    missing = [
-        status
-        for status in statuses
-        if status not in waiting
-        and (status.key < key or status.state == LEFT or status.activity in TROUBLES)
-    ]
+    newest_key = int(key[is_in_call].max())
+    is_waiting = is_in_call & (key == newest_key)
+    waiting = np.flatnonzero(is_waiting)
+    patiences = rows["patience"][waiting]
+    patience = float(patiences[patiences > 0].min()) if patiences.any() else 0.0
+    unknown_count = max(0, size - int(np.count_nonzero(is_known)))
+    is_behind = key < newest_key
+    is_missing = ~is_waiting & is_known & (is_behind | (state == LEFT) | is_trouble)
     # Ranks of a silent node count if they had not come as far, or if no other rank is missing.
-    missing = [
-        status for status in missing if status.activity != SILENT or status.key < key
-    ] or missing
-    if not missing:
-        # The last rank that came out counts too: others may have, and it is not known yet.
-        return Diagnosis(
-            key, min(status.age for status in statuses), (), waiting, unknown_count, patience
-        )
-    undeclared_statuses = [
-        status for status in missing if not status.operation or status.is_overdue
-    ]
-    if not undeclared_statuses:
+    is_surely_missing = is_missing & (is_behind | (rows["activity"] != ord(SILENT)))
+    if is_surely_missing.any():
+        is_missing = is_surely_missing
+    missing = np.flatnonzero(is_missing & (~rows["is_declared"] | rows["is_overdue"]))
+    if missing.size:
+        seconds = float(min(age[waiting].max(), age[missing].max()))
+    elif is_missing.any():
         return None
-    waited_seconds = max(status.age for status in waiting)
-    undeclared_statuses.sort(key=lambda status: -status.age)
-    seconds = min(waited_seconds, undeclared_statuses[0].age)
-    return Diagnosis(key, seconds, tuple(undeclared_statuses), waiting, unknown_count, patience)
+    else:
+        # The last rank that came out counts too: others may have, and it is not known yet.
+        seconds = float(age[is_known].min())
+    return Diagnosis(table, newest_key, seconds, missing, waiting, unknown_count, patience)
 
 
 def _format_seconds(seconds: float) -> str:
@@ -176,28 +185,24 @@ def _describe_missing(status: Status, key: int, seconds: float) -> str:
     )
 
 
-def _describe_waiting(diagnosis: Diagnosis) -> str:
-    ranks_by_position: dict[tuple[str, str], list[int]] = {}
-    for status in diagnosis.waiting:
-        ranks_by_position.setdefault((status.position, status.call_text), []).extend(status.ranks)
+def _describe_waiting(diagnosis: Diagnosis, texts: DecodedTexts) -> str:
+    statuses, hidden_count = diagnosis.table.join(diagnosis.waiting, texts, is_by_place=True)
     waiting_texts = []
-    for (position, call_text), ranks in ranks_by_position.items():
-        position_text = " ".join(filter(None, (position, call_text)))
-        verb = "wait in" if len(ranks) > 1 else "waits in"
+    for status in statuses:
+        position_text = " ".join(filter(None, (status.position, status.call_text)))
+        verb = "wait in" if len(status.ranks) > 1 else "waits in"
         position_text = position_text or f"call {get_call_number(diagnosis.key)}"
-        waiting_texts.append(f"{ranks_text(ranks)} {verb} {position_text}")
-    return "; ".join(shorten(waiting_texts))
+        waiting_texts.append(f"{ranks_text(status.ranks)} {verb} {position_text}")
+    return "; ".join(shorten(waiting_texts, hidden_count=hidden_count))
 
 
 def _describe_ranks(diagnosis: Diagnosis, min_seconds: float) -> tuple[str, str]:
     """Return two texts: the ranks that are missing, and those that wait."""
-    late_statuses = [
-        status
-        for status in diagnosis.missing
-        if status.age >= min_seconds or status.activity == DEAD
-    ]
-    if not diagnosis.missing:
-        ranks = [rank for status in diagnosis.waiting for rank in status.ranks]
+    table, missing = diagnosis.table, diagnosis.missing
+    texts = table.decode_texts()
+    waiting_text = _describe_waiting(diagnosis, texts)
+    if not missing.size:
+        ranks = table.layout.ranks[diagnosis.waiting].tolist()
         arrival_text = f"{ranks_text(ranks)} {'have' if len(ranks) > 1 else 'has'} come to call"
         missing_text = (
             f"{arrival_text} {get_call_number(diagnosis.key)} and not out of it for "
@@ -205,25 +210,29 @@ def _describe_ranks(diagnosis: Diagnosis, min_seconds: float) -> tuple[str, str]
         )
         if diagnosis.unknown_count:
             missing_text += f" Nothing is known here about the other {diagnosis.unknown_count}."
-        return missing_text, _describe_waiting(diagnosis)
+        return missing_text, waiting_text
+    rows = table.rows[missing]
+    is_late = (rows["age"] >= min_seconds) | (rows["activity"] == ord(DEAD))
+    late_statuses, hidden_count = table.join(missing[is_late], texts)
     lines = [
         _describe_missing(status, diagnosis.key, min(diagnosis.seconds, status.age))
         for status in late_statuses
     ]
-    return "\n  ".join(shorten(lines)), _describe_waiting(diagnosis)
+    return "\n  ".join(shorten(lines, hidden_count=hidden_count)), waiting_text
 
 
 def format_warning(diagnosis: Diagnosis, warn: float, timeout: float) -> str:
     """Return the warning about ranks that have been missing for `warn` seconds.
 
     Example:
-      >>> from mpistrat.watchdog.status_board import BETWEEN_CALLS
-      >>> statuses = [
-      ...     Status((5,), "node12", 0, 411 << 20, BETWEEN_CALLS, 80.0, "T", "data.py:31"),
-      ...     Status((0, 1, 2, 3, 4, 6, 7), "node12", 0, 412 << 20, IN_CALL, 60.0, "S",
-      ...         "train.py:88", "all_reduce(SUM, float32[1024] 'grads')"),
-      ... ]
-      >>> print(format_warning(diagnose(statuses), 60, 1800))
+      >>> table = StatusTable.create(NodeLayout([("node12", range(8))]))
+      >>> table.rows["key"], table.rows["state"], table.rows["age"] = 412 << 20, IN_CALL, 60.0
+      >>> table.rows["activity"] = ord("S")
+      >>> table.rows[5] = (411 << 20, 1, ord("T"), False, False, 80.0, 0.0, 0.0, 0.0)
+      >>> texts = [StatusTexts("train.py:88", "all_reduce(SUM, float32[1024] 'grads')")] * 8
+      >>> texts[5] = StatusTexts("data.py:31")
+      >>> table.texts[0] = encode_texts(texts, 4096)
+      >>> print(format_warning(diagnose(table), 60, 1800))
       mpistrat: rank 5 (node12) has not reached call 412 for 60 s. It is in data.py:31 (stopped by
         a signal).
         ranks 0-4, 6, 7 wait in train.py:88 all_reduce(SUM, float32[1024] 'grads'). The job ends
@@ -244,8 +253,6 @@ def format_ending(diagnosis: Diagnosis, timeout: float, code: int) -> str:
         f"  {missing}\n  {waiting}."
     )
 
-
-HUNG = 75  # EX_TEMPFAIL of sysexits.h: it is safe to start the job again
 
 _STUCK_ACTIVITIES = (STOPPED, NOT_RUNNING_PYTHON, REPLACED)
 _STATES = {"t": STOPPED, "I": "S", "Z": DEAD, "x": DEAD}
@@ -273,14 +280,23 @@ class Limits(NamedTuple):
         return min(1.0, self.warn / 4)
 
     @property
-    def grace(self) -> float:
-        """Seconds for which a node waits for the first one to end the job."""
-        return max(1.0, 2 * self.interval)
-
-    @property
     def stale(self) -> float:
         """Seconds without a heartbeat after which a process counts as not running Python."""
         return min(5.0, max(1.0, self.warn / 2))
+
+
+class Verdict(NamedTuple):
+    """The decision about ranks that keep others waiting.
+
+    Attributes:
+      key: The call that others wait in, and the part of it.
+      remaining_seconds: Seconds until the job ends if nothing moves; infinite if it does not end.
+      is_named: For each rank whether its stacks are wanted.
+    """
+
+    key: int
+    remaining_seconds: float
+    is_named: Array
 
 
 @final
@@ -292,7 +308,6 @@ class Observer:
       node_board: The status board of the node.
       size: The number of ranks of the job.
       node_name: The name of the node.
-      node_index: The number of the node.
       limits: The times after which it acts.
       read_process: Returns the state of a process.
       print_report: Prints a report.
@@ -304,7 +319,6 @@ class Observer:
     node_board: NodeBoard
     size: int
     node_name: str
-    node_index: int
     limits: Limits
     print_report: Callable[[str], None]
     end_job: Callable[[int], None]
@@ -315,6 +329,9 @@ class Observer:
     def __post_init__(self) -> None:
         """Read the board, on which all ranks have opened their slots."""
         slot_indices = range(self.node_board.size)
+        self.layout = NodeLayout(
+            [(self.node_name, [self.node_board.read_rank(i) for i in slot_indices])]
+        )
         self._entries: list[SlotEntry | None] = [self.node_board.read(i) for i in slot_indices]
         # In another pid namespace a number means nothing, or another process.
         self._are_visible = [e is not None and not self._is_finished(e) for e in self._entries]
@@ -326,17 +343,21 @@ class Observer:
     def _is_finished(self, entry: SlotEntry) -> bool:
         return is_process_finished(self.read_process(entry.pid), entry.start_ticks)
 
-    def read_statuses(self, now_ns: int) -> list[Status]:
+    def read_statuses(self, now_ns: int) -> StatusTable:
         """Return the statuses of the ranks of this node."""
-        statuses = []
-        for index in range(self.node_board.size):
+        size = self.node_board.size
+        rows, texts = np.zeros(size, STATUS_DTYPE), [StatusTexts()] * size
+        for index in range(size):
             entry = self.node_board.read(index) or self._entries[index]
             self._entries[index] = entry
             if entry is not None:
-                statuses.append(self._read_status(index, entry, now_ns))
-        return group_statuses(statuses)
+                rows[index], texts[index] = self._read_status(index, entry, now_ns)
+        return StatusTable(self.layout, rows, [encode_texts(texts, texts_nbytes(size))])
 
-    def _read_status(self, index: int, entry: SlotEntry, now_ns: int) -> Status:
+    def _read_status(
+        self, index: int, entry: SlotEntry, now_ns: int
+    ) -> tuple[tuple[object, ...], StatusTexts]:
+        """Return the row of a rank, and its texts."""
         # The operating system is asked about ranks only that have not moved for a while.
         changed_ns = max(entry.changed_ns, entry.other_call_ns)
         is_moving = (now_ns - changed_ns) / SECOND_NS < self.limits.interval
@@ -348,29 +369,28 @@ class Observer:
             deadline_ns = 0
         elif entry.compiling_until_ns > now_ns:
             deadline_ns, operation = entry.compiling_until_ns, "compiling"
-        age = (now_ns - max(changed_ns, deadline_ns)) / SECOND_NS
         is_waiting = entry.state in (IN_CALL, LEAVING)
-        return Status(
-            (entry.rank,),
-            self.node_name,
-            self.node_index,
+        computed_ns = now_ns
+        if not is_moving:
+            computed_ns = self._compute_tracker.find_last_computing(
+                entry.pid, entry.start_ticks, now_ns
+            )
+        row = (
             entry.key,
             entry.state,
-            age,
-            activity,
-            entry.position,
-            entry.call_text if is_waiting or activity == IN_OTHER_CALL else "",
-            operation if deadline_ns else "",
+            ord(activity),
+            deadline_ns > 0,
             0 < deadline_ns < now_ns,
+            (now_ns - max(changed_ns, deadline_ns)) / SECOND_NS,
             entry.patience / SECOND_NS if is_waiting else 0.0,
             (now_ns - (entry.stack_changed_ns if entry.other_call_ns else 0)) / SECOND_NS,
-            0.0
-            if is_moving
-            else (
-                now_ns
-                - self._compute_tracker.find_last_computing(entry.pid, entry.start_ticks, now_ns)
-            )
-            / SECOND_NS,
+            (now_ns - computed_ns) / SECOND_NS,
+        )
+        has_call = is_waiting or activity == IN_OTHER_CALL
+        return row, StatusTexts(
+            entry.position,
+            entry.call_text if has_call else "",
+            operation if deadline_ns else "",
         )
 
     def _determine_activity(self, index: int, entry: SlotEntry, now_ns: int) -> str:
@@ -392,73 +412,70 @@ class Observer:
             )
         return IN_OTHER_CALL if entry.is_away and state != STOPPED else state
 
-    def react(self, statuses: Sequence[Status], is_speaker: bool = True) -> None:
-        """Warn, ask for stacks, or end the job.
+    def react(self, table: StatusTable, own_rows: slice) -> Verdict:
+        """Warn of missing ranks, ask those of this node for their stacks, or end the job.
 
         Args:
-          statuses: The statuses of all ranks of the job, as far as they are known here.
-          is_speaker: This process warns for all nodes. Otherwise it only asks the ranks of its node
-            for their stacks, and ends the job a little later, should the speaker fail to.
+          table: The statuses of all ranks of the job, as far as they are known here.
+          own_rows: The ranks of this node.
+
+        Returns:
+          The verdict on all ranks of the table.
         """
-        diagnosis = diagnose(statuses, self.size)
+        diagnosis = diagnose(table, self.size)
         warn, timeout = self.limits
+        is_named = np.zeros(len(table.rows), np.bool_)
         if diagnosis is not None and diagnosis.patience:
             timeout = diagnosis.patience
             warn = min(warn, timeout / 2)  # a rank is named before the job ends because of it
         if diagnosis is None or diagnosis.seconds < min(warn, timeout):
             if diagnosis is None:
                 self._last_warning = ()
-            return
+            return Verdict(0, np.inf, is_named)
         # Warn again when another rank is missing or gets into trouble; not for each new line.
-        missing_ranks = frozenset(
-            (rank, status.activity if status.activity in TROUBLES else "")
-            for status in diagnosis.missing
-            if status.age >= warn
-            for rank in status.ranks
-        )
-        if self._last_warning != (diagnosis.key, missing_ranks):
-            self._last_warning = (diagnosis.key, missing_ranks)
-            if is_speaker:
-                self.print_report(format_warning(diagnosis, warn, timeout))
-            self._request_stacks(diagnosis)
+        rows = table.rows[diagnosis.missing]
+        is_late = rows["age"] >= warn
+        troubles = np.where(IS_TROUBLE[rows["activity"]], rows["activity"], 0)[is_late]
+        warning = (diagnosis.key, diagnosis.missing[is_late].tobytes(), troubles.tobytes())
+        if self._last_warning != warning:
+            self._last_warning = warning
+            self.print_report(format_warning(diagnosis, warn, timeout))
         # A rank of which nothing is known here may have declared why it is late.
-        if diagnosis.seconds < timeout or (diagnosis.unknown_count and not diagnosis.missing):
-            return
-        self._signal_unresponsive(diagnosis)
-        if diagnosis.seconds >= timeout + (0.0 if is_speaker else self.limits.grace):
+        can_end = bool(diagnosis.missing.size) or not diagnosis.unknown_count
+        remaining_seconds = timeout - diagnosis.seconds if can_end else np.inf
+        is_named[diagnosis.missing if diagnosis.missing.size else diagnosis.waiting] = True
+        verdict = Verdict(diagnosis.key, remaining_seconds, is_named)
+        self.follow(verdict._replace(is_named=is_named[own_rows]), table.rows[own_rows])
+        if remaining_seconds <= 0:
             self.print_report(format_ending(diagnosis, timeout, HUNG))
             self.end_job(HUNG)
+        return verdict
 
-    def _select_local_entries(self, diagnosis: Diagnosis) -> list[tuple[int, SlotEntry, Status]]:
-        """Return the missing ranks of this node; all of its ranks if none is missing anywhere."""
-        statuses = diagnosis.missing or diagnosis.waiting
-        return [
-            (index, entry, status)
-            for index, entry in enumerate(self._entries)
-            if entry is not None
-            for status in statuses
-            if entry.rank in status.ranks
-        ]
+    def follow(self, verdict: Verdict, own_rows: Array) -> None:
+        """Ask ranks of this node for their stacks.
 
-    def _request_stacks(self, diagnosis: Diagnosis) -> None:
-        for index, entry, _ in self._select_local_entries(diagnosis):
-            if (entry.rank, diagnosis.key) not in self._stack_requests and entry.state != LEFT:
-                self._stack_requests.add((entry.rank, diagnosis.key))
+        Args:
+          verdict: The decision about the ranks of this node.
+          own_rows: The numbers of their statuses.
+        """
+        for index in np.flatnonzero(verdict.is_named).tolist():
+            entry = self._entries[index]
+            if entry is None:
+                continue
+            if (entry.rank, verdict.key) not in self._stack_requests and entry.state != LEFT:
+                self._stack_requests.add((entry.rank, verdict.key))
                 self.node_board.request_stacks(index)
+            is_unresponsive = own_rows["activity"][index] == ord(NOT_RUNNING_PYTHON)
+            if is_unresponsive and verdict.remaining_seconds <= 0:
+                self._signal_unresponsive(index, entry)
 
-    def _signal_unresponsive(self, diagnosis: Diagnosis) -> None:
-        """Make processes that do not answer print their stacks, now that the job ends anyway."""
-        for index, entry, status in self._select_local_entries(diagnosis):
-            is_alive = self._are_visible[index] and not self._is_finished(entry)
-            if (
-                status.activity == NOT_RUNNING_PYTHON
-                and entry.stack_signal
-                and is_alive
-                and index not in self._signalled_indices
-            ):
-                self._signalled_indices.add(index)
-                self.print_report(f"mpistrat: the stacks of rank {entry.rank}:")
-                self.send_signal(entry.pid, entry.stack_signal)
+    def _signal_unresponsive(self, index: int, entry: SlotEntry) -> None:
+        """Make a process that does not answer print its stacks, now that the job ends anyway."""
+        is_alive = self._are_visible[index] and not self._is_finished(entry)
+        if entry.stack_signal and is_alive and index not in self._signalled_indices:
+            self._signalled_indices.add(index)
+            self.print_report(f"mpistrat: the stacks of rank {entry.rank}:")
+            self.send_signal(entry.pid, entry.stack_signal)
 
     def find_stuck_pids(self, now_ns: int) -> list[int]:
         """Return the pids of this node that cannot see by themselves that the launcher is gone."""

@@ -1,8 +1,7 @@
 """The status board of a node: memory with one slot per rank, and what is written to it and read.
 
 `Slot` writes one slot, `NodeBoard` reads all of them. `Reporter` writes what a process reports of
-itself, about four times a second, from the thread of its watchdog. `Status` describes ranks that
-are in the same state; `encode_statuses` makes a short message of statuses for other nodes.
+itself, about four times a second, from the thread of its watchdog.
 
 A slot is written by its rank only, with single stores of 8 aligned bytes: the call counter by the
 main thread, the rest by the thread of the watchdog. Contents of more than one word are between two
@@ -37,19 +36,18 @@ from __future__ import annotations
 
 import faulthandler
 import functools
-import json
 import os
 import signal
 import struct
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from types import FrameType
 from typing import Final, NamedTuple, final
 
-from mpistrat.comm.callsite import call_site_of, is_numba_on_stack, rank_runs, stack_fingerprint
+from mpistrat.comm.callsite import call_site_of, is_numba_on_stack, stack_fingerprint
 from mpistrat.watchdog.processes import get_current_frames, reading_frames
 
 SECOND_NS: Final = 1_000_000_000
@@ -332,6 +330,10 @@ class NodeBoard:
         """Return when Python last ran the watchdog of that rank, ns."""
         return self._words[index * _SLOT_WORDS + 16]
 
+    def read_rank(self, index: int) -> int:
+        """Return the rank whose slot that is."""
+        return self._words[index * _SLOT_WORDS + 11]
+
     def request_stacks(self, index: int) -> None:
         """Ask the rank for its stacks."""
         self._words[self.size * _SLOT_WORDS + index] = 1
@@ -432,135 +434,8 @@ REPLACED: Final = "E"
 SILENT: Final = "Q"
 IN_OTHER_CALL: Final = "W"
 TROUBLES: Final = frozenset((STOPPED, DEAD, NOT_RUNNING_PYTHON, REPLACED, SILENT))
-_MAX_RUNS = 32  # pairs of first and last rank per status, where not all fit
 
-
-class Status(NamedTuple):
-    """Ranks that are in the same place.
-
-    Attributes:
-      ranks: Which ranks.
-      node: The name of their node; empty if they are on several.
-      node_index: The number of the node whose watchdog reported it.
-      key: Call and part of the call that they have come to.
-      state: `BETWEEN_CALLS`, `IN_CALL`, `LEAVING` or `LEFT`.
-      age: Seconds since the last of them continued, or since the declared end of its long
-        operation; negative before that end.
-      activity: A letter: `COMPUTING`, ``"S"`` sleeping, ``"D"`` waiting for a device, or a trouble.
-      position: ``file:line``; empty if not known.
-      call_text: Text of the call; if `IN_OTHER_CALL`, of the one on the other communicator.
-      operation: Name of the long operation that they have declared, or an empty string.
-      is_overdue: The long operation has lasted longer than declared.
-      patience: Seconds that the call may take, if it has a limit of its own; else 0.
-      stack_age: Seconds since the Python stack of the last of them changed, if they make calls on
-        other communicators, as ranks of groups do; else since the machine started.
-      compute_age: Seconds since the last of them was seen to compute.
-    """
-
-    ranks: tuple[int, ...]
-    node: str
-    node_index: int
-    key: int
-    state: int
-    age: float
-    activity: str = COMPUTING
-    position: str = ""
-    call_text: str = ""
-    operation: str = ""
-    is_overdue: bool = False
-    patience: float = 0.0
-    stack_age: float = 0.0
-    compute_age: float = 0.0
-
-
-def group_statuses(statuses: Iterable[Status]) -> list[Status]:
-    """Return statuses with those joined that differ in ranks and ages only.
-
-    The ages of a joined status are those of its youngest member.
-
-    Example:
-      >>> statuses = [Status((0,), "a", 0, 7, 2, 1.0), Status((1,), "a", 0, 7, 2, 2.0)]
-      >>> [status.ranks for status in group_statuses(statuses)]
-      [(0, 1)]
-    """
-    groups: dict[Status, list[Status]] = {}
-    for status in statuses:
-        common = status._replace(ranks=(), age=0.0, stack_age=0.0, compute_age=0.0)
-        groups.setdefault(common, []).append(status)
-    return [
-        common._replace(
-            ranks=tuple(sorted(rank for status in members for rank in status.ranks)),
-            age=min(status.age for status in members),
-            stack_age=min(status.stack_age for status in members),
-            compute_age=min(status.compute_age for status in members),
-        )
-        for common, members in groups.items()
-    ]
-
-
-# How to shorten a status: not at all, then more and more.
-_SHORTENINGS: tuple[Callable[[Status], Status], ...] = (
-    lambda status: status,
-    lambda status: status._replace(call_text=status.call_text[:60], position=status.position[-40:]),
-    lambda status: status._replace(call_text="", position="", node=""),
-    lambda status: status._replace(
-        call_text="", position="", node="", node_index=-1, operation=status.operation[:20]
-    ),
-)
-
-
-def _keep_first_ranks(status: Status) -> Status:
-    """Return a status with its first ranks only, so that it is never too long."""
-    runs = rank_runs(status.ranks)[:_MAX_RUNS]
-    return status._replace(ranks=tuple(r for first, last in runs for r in range(first, last + 1)))
-
-
-def encode_statuses(statuses: Sequence[Status], max_nbytes: int) -> bytes:
-    """Return a message of at most `max_nbytes` bytes with statuses.
-
-    If they are too many, texts are cut, then left out. At last ranks are left out, and statuses in
-    the middle of the sequence of calls: waiting ranks are at its end, missing ones at its start.
-    """
-    grouped: list[Status] = []
-    for shorten in _SHORTENINGS:
-        grouped = group_statuses(map(shorten, statuses))
-        message = _format_json(grouped)
-        if len(message) <= max_nbytes:
-            return message
-    grouped = sorted(
-        (_keep_first_ranks(status) for status in grouped), key=lambda status: status.key
-    )
-    while len(message := _format_json(grouped)) > max_nbytes:
-        grouped.pop(len(grouped) // 2)
-    return message
-
-
-def _format_json(statuses: Iterable[Status]) -> bytes:
-    fields = [
-        [
-            rank_runs(status.ranks),
-            *status[1:5],
-            round(status.age, 3),
-            *status[6:-2],
-            *(round(x, 3) for x in status[-2:]),
-        ]
-        for status in statuses
-    ]
-    return json.dumps(fields, separators=(",", ":")).encode()
-
-
-def decode_statuses(message: bytes) -> list[Status]:
-    """Return the statuses of a message of `encode_statuses`.
-
-    Example:
-      >>> decode_statuses(encode_statuses([Status((0, 1, 4), "a", 0, 7, 2, 1.5)], 4096))[0].ranks
-      (0, 1, 4)
-    """
-    return [
-        Status(tuple(rank for first, last in runs for rank in range(first, last + 1)), *rest)
-        for runs, *rest in json.loads(message)
-    ]
-
+HUNG: Final = 75  # EX_TEMPFAIL of sysexits.h: it is safe to start the job again
 
 # The search for a compiler reads the whole stack, so it begins when a rank stays for a while.
 _MIN_STAY_NS = SECOND_NS

@@ -22,11 +22,14 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, cast, final
 
+import numpy as np
+
+from mpistrat.arrays import Array
 from mpistrat.comm.mpi import MPIComm, abort
 from mpistrat.comm.session import StatusBoard
 from mpistrat.shm.nodes import Nodes, find_nodes
@@ -53,17 +56,17 @@ from mpistrat.watchdog.status_board import (
     Reporter,
     Slot,
     SlotEntry,
-    Status,
     make_call_key,
     node_board_nbytes,
     register_dump_signal,
     report_no_other_calls,
     say,
 )
+from mpistrat.watchdog.statuses import NodeLayout, StatusTable, map_activities
 
 ORPHANED = 76  # the launcher is gone
 
-_STAYING_ACTIVITIES = (IN_OTHER_CALL, *TROUBLES)
+_IS_STAYING = map_activities("".join((IN_OTHER_CALL, *TROUBLES)))
 _CLOSING_SECONDS = 0.01  # seconds between two looks while the last messages are exchanged
 
 
@@ -100,7 +103,7 @@ class Watchdog:
         self._thread: threading.Thread | None = None
         self._last_look_ns = self._last_tick_ns = self.clock()
         self._resumed_ns = self._last_progress_ns = 0
-        self._statuses: list[Status] = []
+        self._statuses = StatusTable.create(self.observer.layout)
         self._has_failed = False
 
     def start(self) -> None:
@@ -135,7 +138,7 @@ class Watchdog:
                     traceback.print_exception(error, file=sys.__stderr__)
         while self.exchange is not None and not self.exchange.is_finished:
             self.exchange.exchange_statuses(
-                self.clock() / SECOND_NS, self._get_statuses, is_closing=True
+                self.clock() / SECOND_NS, self._statuses, is_closing=True
             )
             time.sleep(_CLOSING_SECONDS)
 
@@ -152,9 +155,7 @@ class Watchdog:
         node_board = self.observer.node_board
         self.reporter.report(now_ns, node_board.take_stack_request(self.index))
         if self.exchange is not None:
-            self.exchange.exchange_statuses(
-                now_ns / SECOND_NS, self._get_statuses, is_closing=False
-            )
+            self._exchange_statuses(self.exchange, now_ns / SECOND_NS)
         seconds = (now_ns - self._last_look_ns) / SECOND_NS
         if seconds >= self.observer.limits.interval and self._is_acting_process(now_ns):
             self._last_look_ns = now_ns
@@ -166,64 +167,49 @@ class Watchdog:
         node_board = self.observer.node_board
         return all(node_board.read_heartbeat(index) < oldest for index in range(self.index))
 
-    def _get_statuses(self) -> Sequence[Status]:
-        return self._statuses
+    def _exchange_statuses(self, exchange: StatusExchange, seconds: float) -> None:
+        exchange.exchange_statuses(seconds, self._statuses, is_closing=False)
+        if not exchange.is_leading and not exchange.is_cut_off(seconds):
+            self.observer.follow(exchange.read_verdict(seconds), self._statuses.rows)
 
     def _watch(self, now_ns: int) -> None:
-        self._statuses = self.observer.read_statuses(now_ns)
-        statuses, is_speaker = self._statuses, True
-        if self.exchange is not None:
-            seconds = now_ns / SECOND_NS
-            statuses = self.exchange.merge_statuses(seconds, statuses)
-            self._record_other_nodes(now_ns, statuses)
-            is_speaker = self.exchange.is_leading or self.exchange.is_cut_off(seconds)
+        self._statuses = table = self.observer.read_statuses(now_ns)
+        exchange, seconds = self.exchange, now_ns / SECOND_NS
+        if exchange is None:
+            self._limit_ages(now_ns, table.rows)
+            self.observer.react(table, slice(None))
+            return
+        if exchange.is_leading or exchange.is_cut_off(seconds):
+            table = exchange.merge_statuses(seconds, table)
+            summaries = table.summarize_other_nodes()
+            self._limit_ages(now_ns, table.rows)
+            verdict = self.observer.react(table, exchange.own_rows)
+            if exchange.is_leading:
+                exchange.record_decisions(seconds, verdict, summaries)
+        self._record_other_nodes(now_ns, *exchange.read_other_nodes(seconds))
+
+    def _limit_ages(self, now_ns: int, rows: Array) -> None:
+        """Count waits on other communicators from the last progress, and all from a suspension."""
+        state, activity, age = rows["state"], rows["activity"], rows["age"]
         if self._resumed_ns:
-            max_age = (now_ns - self._resumed_ns) / SECOND_NS
-            statuses = [status._replace(age=min(status.age, max_age)) for status in statuses]
-        self.observer.react(self._limit_ages(now_ns, statuses), is_speaker)
-
-    def _limit_ages(self, now_ns: int, statuses: Sequence[Status]) -> Sequence[Status]:
-        """Return the statuses, with waits on other communicators counted from the last progress."""
-        ages = [
-            status.age
-            for status in statuses
-            if status.state == BETWEEN_CALLS and status.activity not in _STAYING_ACTIVITIES
-        ]
-        self._last_progress_ns = max(
-            [self._last_progress_ns, *(now_ns - int(max(0, age) * SECOND_NS) for age in ages)]
-        )
-        max_age = (now_ns - self._last_progress_ns) / SECOND_NS
-        if IN_CALL not in {status.state for status in statuses}:
+            np.minimum(age, (now_ns - self._resumed_ns) / SECOND_NS, out=age)
+        is_between = state == BETWEEN_CALLS
+        min_age = max(0.0, age[is_between & ~_IS_STAYING[activity]].min(initial=np.inf))
+        if min_age < np.inf:
+            progress_ns = now_ns - int(min_age * SECOND_NS)
+            self._last_progress_ns = max(self._last_progress_ns, progress_ns)
+        if not (state == IN_CALL).any():
             # Nobody waits for a call of those that go on, such as a trial: only for their end.
-            statuses = [
-                status._replace(age=min(status.age, status.stack_age))
-                if status.state == BETWEEN_CALLS
-                else status
-                for status in statuses
-            ]
-        return [
-            status._replace(age=min(status.age, max_age))
-            if status.activity == IN_OTHER_CALL
-            else status
-            for status in statuses
-        ]
+            np.minimum(age, rows["stack_age"], out=age, where=is_between)
+        max_age = (now_ns - self._last_progress_ns) / SECOND_NS
+        np.minimum(age, max_age, out=age, where=activity == ord(IN_OTHER_CALL))
 
-    def _record_other_nodes(self, now_ns: int, statuses: Sequence[Status]) -> None:
+    def _record_other_nodes(self, now_ns: int, inside_key: int, *ages: float) -> None:
         """Write down, for ranks of this node that wait to leave, what the other nodes do."""
-        other_statuses = [
-            status for status in statuses if status.node_index != self.observer.node_index
-        ]
-        inside_key = max(
-            (status.key for status in other_statuses if status.state == IN_CALL), default=0
-        )
-        staying = [status for status in other_statuses if status.state not in (LEAVING, LEFT)]
-        # Seconds since one of them moved, went on in its Python code, and computed.
-        ages = zip(
-            *((status.age, status.stack_age, status.compute_age) for status in staying), strict=True
-        )
+        # When one of them moved, went on in its Python code, and computed; 0 for never.
         moved_ns, stack_changed_ns, computed_ns = [
-            max(0, now_ns - int(min(seconds) * SECOND_NS)) for seconds in ages
-        ] or (0, 0, 0)
+            0 if age == np.inf else max(0, now_ns - int(age * SECOND_NS)) for age in ages
+        ]
         self.observer.node_board.write_other_nodes(inside_key, moved_ns)
         self.observer.node_board.write_life_signs(stack_changed_ns, computed_ns)
 
@@ -447,28 +433,21 @@ class WatchedBoard(StatusBoard):
         is_launched: bool,
     ) -> None:
         host = platform.node()
-        leader_comm, node_index, exchange = self._leader_comm, 0, None
+        leader_comm, exchange = self._leader_comm, None
         if leader_comm is not None:
-            node_index = leader_comm.rank
-            hosts_and_ranks = leader_comm.allgather((host, ranks))
+            layout = NodeLayout(leader_comm.allgather((host, ranks)))
             if has_thread_multiple():
-                statuses = [
-                    [Status(node_ranks, name, number, 0, BETWEEN_CALLS, 0.0)]
-                    for number, (name, node_ranks) in enumerate(hosts_and_ranks)
-                ]
                 silence_seconds = max(3 * limits.interval, limits.stale)
                 now_seconds = time.monotonic_ns() / SECOND_NS
                 exchange = StatusExchange(
-                    Mailbox(leader_comm), statuses, limits.interval, silence_seconds, now_seconds
+                    Mailbox(leader_comm), layout, limits.interval, silence_seconds, now_seconds
                 )
             else:
                 _print_on_rank0(
                     leader_comm,
                     "MPI has no THREAD_MULTIPLE, so the watchdog of each node sees that node only",
                 )
-        observer = Observer(
-            self.node_board, comm.size, host, node_index, limits, say, end_stuck_job, os.kill
-        )
+        observer = Observer(self.node_board, comm.size, host, limits, say, end_stuck_job, os.kill)
         reporter = Reporter(self.slot, comm.rank, threading.get_ident(), other_calls=other_calls)
         launcher = LauncherProcesses(os.getpid(), os.getppid) if is_launched else None
         self._watchdog = Watchdog(index, reporter, observer, exchange, launcher)

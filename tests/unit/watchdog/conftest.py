@@ -20,14 +20,12 @@ class Post:
 
 
 class Channel:
-    max_nbytes = 4096
-
     def __init__(self, post, rank, size):
         self.post, self.rank, self.size = post, rank, size
 
-    def post_receive(self, peer):
+    def post_receive(self, peer, max_nbytes):
         assert not self.post.receives.get((peer, self.rank)), "two receives at once"
-        self.post.receives[peer, self.rank] = True
+        self.post.receives[peer, self.rank] = max_nbytes
 
     def take_message(self, peer):
         queue = self.post.flying.setdefault((peer, self.rank), deque())
@@ -38,14 +36,14 @@ class Channel:
         queue[0][0] -= 1
         if queue[0][0] > 0:
             return None
-        self.post.receives[peer, self.rank] = False
+        self.post.receives[peer, self.rank] = 0
         return queue.popleft()[1]
 
     def send_message(self, peer, message):
-        assert len(message) <= self.max_nbytes
         queue = self.post.flying.setdefault((self.rank, peer), deque())
         assert not queue, "a second message before the first has left"
         assert self.post.receives.get((self.rank, peer)), "nobody expects this message"
+        assert len(message) <= self.post.receives[self.rank, peer], "it is too long"
         queue.append([self.post.rng.randint(1, self.post.slowest), message])
 
     def is_sent(self, peer):

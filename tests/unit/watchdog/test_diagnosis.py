@@ -1,8 +1,10 @@
 """Who keeps whom waiting."""
 
 import pytest
+from status_tables import Row, make_table
 
-from mpistrat.watchdog.observer import diagnose, format_ending, format_warning
+from mpistrat.watchdog import observer
+from mpistrat.watchdog.observer import format_ending, format_warning
 from mpistrat.watchdog.status_board import (
     BETWEEN_CALLS,
     DEAD,
@@ -13,20 +15,23 @@ from mpistrat.watchdog.status_board import (
     NOT_RUNNING_PYTHON,
     SILENT,
     STOPPED,
-    Status,
 )
 
 
 def row(ranks, call, state, age, part=0, **more):
-    more = {"position": f"train.py:{call}", "node": "n1", "node_index": 0} | more
+    more = {"position": f"train.py:{call}"} | more
     ranks = (ranks,) if isinstance(ranks, int) else tuple(ranks)
     if state == IN_CALL:
         more.setdefault("call_text", f"call no. {call}")
-    return Status(ranks, key=call << 20 | part, state=state, age=age, **more)
+    return Row(ranks, key=call << 20 | part, state=state, age=age, **more)
+
+
+def diagnose(rows, size=0):
+    return observer.diagnose(make_table(rows), size)
 
 
 def missing(found):
-    return sorted(rank for r in found.missing for rank in r.ranks)
+    return sorted(found.table.layout.ranks[found.missing].tolist())
 
 
 def test_nobody_waits_while_all_compute():

@@ -11,13 +11,12 @@ from mpistrat.watchdog.exchange import StatusExchange
 from mpistrat.watchdog.observer import HUNG, Limits, Observer
 from mpistrat.watchdog.processes import LauncherProcesses, Process
 from mpistrat.watchdog.status_board import (
-    BETWEEN_CALLS,
     NodeBoard,
     Reporter,
-    Status,
     make_call_key,
     node_board_nbytes,
 )
+from mpistrat.watchdog.statuses import NodeLayout
 from mpistrat.watchdog.watchdog import ORPHANED, Watchdog
 
 SECOND = 10**9
@@ -51,7 +50,7 @@ class Rank:
         world = self.world
         writes = Reporter(self.slot, self.rank, 0, lambda thread: None, world.dumped.append)
         observer = Observer(
-            self.node_board, world.size, f"n{self.node_index}", self.node_index, limits,
+            self.node_board, world.size, f"n{self.node_index}", limits,
             world.say, world.end,
             lambda pid, number: world.roused.append((pid, number)), world.table.get,
             lambda pid, number: (pid, number) not in world.deaf,
@@ -81,19 +80,10 @@ class World:
         self.said, self.dumped, self.roused, self.killed = [], [], [], []
         self.table = {7: Process("S", 3, 1, "mpiexec.hydra"), 3: Process("S", 0, 1, "bash")}
         rank = 0
-        known = [
-            [
-                Status(
-                    tuple(range(sum(nodes[:h]), sum(nodes[: h + 1]))),
-                    f"n{h}",
-                    h,
-                    0,
-                    BETWEEN_CALLS,
-                    0.0,
-                )
-            ]
-            for h in range(len(nodes))
-        ]
+        starts = [sum(nodes[:h]) for h in range(len(nodes))]
+        known = NodeLayout(
+            [(f"n{h}", range(start, start + nodes[h])) for h, start in enumerate(starts)]
+        )
         self.ranks = []
         for node_index, count in enumerate(nodes):
             node_board = NodeBoard(memoryview(bytearray(node_board_nbytes(count))), count)
@@ -247,6 +237,23 @@ def test_a_held_gil_is_named_and_its_stacks_come_at_the_end(culprit, cluster):
     with pytest.raises(Ended):
         world.pass_time(1800, 1.0)
     assert world.roused == [(1000 + culprit, 59)]
+
+
+@pytest.mark.parametrize("phase", [0.0, 0.25, 0.5, 0.75])
+@pytest.mark.parametrize("shape", [(2, 2), (3, 2, 2)])
+def test_a_held_gil_on_another_node_shows_its_stacks_before_the_end(shape, phase, cluster):
+    world = cluster(*shape, limits=SHORT)
+    culprit = world.size - 1
+    world.call(1)
+    world.pass_time(phase)
+    world.call(2, culprit)
+    world.pass_time(5)
+    world.ranks[culprit].runs = False
+    world.pass_time(290)
+    assert world.roused == []
+    with pytest.raises(Ended):
+        world.pass_time(10)
+    assert (1000 + culprit, 59) in world.roused
 
 
 @pytest.mark.parametrize("shape", SHAPES)
