@@ -47,7 +47,8 @@ def lowest(session: nox.Session) -> None:
 def doors(session: nox.Session, versions: str) -> None:
     """Run the tests of PyTorch and JAX; CI runs those of the newest JAX."""
     doors = [one.replace(">=", "==") for one in DOORS] if versions == "lowest" else DOORS
-    session.install("-e", ".[test,mpich]", "ml_dtypes", "optax", *doors)
+    over_jax = ["equinox", "numpyro"] if versions == "newest" else []
+    session.install("-e", ".[test,mpich]", "ml_dtypes", "optax", *over_jax, *doors)
     places = ["tests/doors", "mpistrat/torch", "mpistrat/jax"]
     speed = "not mpi and not nightly and not cluster"
     session.run("python", "-m", "pytest", "-n", "2", "-m", speed, *places, *session.posargs)

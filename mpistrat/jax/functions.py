@@ -191,7 +191,8 @@ def replicate(tree: Any) -> Any:
     Collective: all ranks call it, in a scope or in replica code, with the same structure.
 
     Args:
-      tree: Any tree of JAX: arrays, numbers, keys; ``None`` is an empty node.
+      tree: Any tree of JAX: arrays, numbers, keys; ``None`` is an empty node. Functions in it, as
+        modules of equinox have, stay each rank's own.
 
     Returns:
       The same tree. Python's numbers come back as such.
@@ -211,10 +212,16 @@ def replicate(tree: Any) -> Any:
     group = find_group("replicate")
     with group.lockstep.validating_collectively("replicate"):
         leaves, names, rebuild = _flatten(tree, lambda leaf, _: leaf)
-        arrays, restore_keys = _replace_keys(leaves, 0)
+        places = [place for place, leaf in enumerate(leaves) if not callable(leaf)]
+        arrays, restore_keys = _replace_keys([leaves[place] for place in places], 0)
+        names = tuple(names[place] for place in places) if names else ()
         traced_call = TracedCall(TracedGroup(group), "broadcast", names=names)
     tree_of_rank0 = broadcast_state(group, traced_call.build_tree(arrays), None)
-    return rebuild(restore_keys(traced_call.list_leaves(tree_of_rank0)))
+    for place, leaf in zip(
+        places, restore_keys(traced_call.list_leaves(tree_of_rank0)), strict=True
+    ):
+        leaves[place] = leaf
+    return rebuild(leaves)
 
 
 def _flatten(
