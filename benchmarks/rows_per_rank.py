@@ -51,7 +51,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="a small model, a few steps")
     quick = parser.parse_args().quick
-    settings = text.Settings(accumulate=1)
+    settings = text.TextSettings(accumulate=1)
     if quick:
         settings = replace(settings, channels=8, layers=2, length=16)
     strategy = ms.OneDeviceStrategy("cpu")

@@ -377,7 +377,7 @@ class Images(NamedTuple):
 
 def _digits(job: Job, batch: int, limits: Mapping[int, float]) -> Case:
     digits, mlp, _ = _needs(job, "mpistrat.examples.digits", "mpistrat.examples.mlp", "sklearn")
-    settings = digits.Settings(epochs=2, batch=batch)
+    settings = digits.DigitsSettings(epochs=2, batch=batch)
     steps = math.ceil(digits.TRAINING_COUNT / batch)
     images = Images(*digits.load_images(settings.seed)[0])
     lone = _single_rank_strategy(job)
@@ -522,7 +522,7 @@ def text(job: Job) -> Case:
     """An update of the language model, all ranks beside one."""
     (example,) = _needs(job, "mpistrat.examples.text")
     small = {"channels": 16, "layers": 2, "batch": 8} if job.quick else {}
-    settings = example.Settings(steps=2 if job.quick else 8, every=2, patience=99, **small)
+    settings = example.TextSettings(steps=2 if job.quick else 8, every=2, patience=99, **small)
     lone = _single_rank_strategy(job)
 
     def trained(strategy: ms.Strategy, folder: str) -> float:

@@ -28,7 +28,7 @@ import mpistrat as ms
 from mpistrat.examples import mlp
 from mpistrat.examples.settings import option, parse_settings
 
-__all__ = ["Settings", "load_images", "main", "measure_accuracy", "train", "train_step"]
+__all__ = ["DigitsSettings", "load_images", "main", "measure_accuracy", "train", "train_step"]
 
 TRAINING_COUNT = 1409  # 22 batches of 64, and one image
 MOMENTUM = 0.9
@@ -39,7 +39,7 @@ PANELS = {
 
 
 @dataclass(frozen=True)
-class Settings:
+class DigitsSettings:
     """The options of the program."""
 
     epochs: int = option(20, "times over the images")
@@ -89,7 +89,7 @@ def load_images(seed: int) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
 
 
 def train(
-    strategy: ms.Strategy, settings: Settings, verbose: bool = True
+    strategy: ms.Strategy, choices: DigitsSettings, verbose: bool = True
 ) -> tuple[mlp.Parameters, ms.History]:
     """Train on all replicas of `strategy`, and test after every epoch.
 
@@ -98,24 +98,24 @@ def train(
     Returns:
       The variables, and the curves ``loss``, ``accuracy`` and ``validation/accuracy`` by epochs.
     """
-    images, test_images = map(ms.Dataset, load_images(settings.seed))
-    steps_per_epoch = math.ceil(TRAINING_COUNT / settings.batch)
-    learning_rate = ms.optim.Linear(settings.lr, 0.0, settings.epochs)
+    images, test_images = map(ms.Dataset, load_images(choices.seed))
+    steps_per_epoch = math.ceil(TRAINING_COUNT / choices.batch)
+    learning_rate = ms.optim.Linear(choices.lr, 0.0, choices.epochs)
     optimizer = ms.optim.SGD(lambda step: learning_rate(step // steps_per_epoch), momentum=MOMENTUM)
     with strategy.scope():
-        first_weights = mlp.make_parameters(64, settings.hidden, 10, settings.seed)
+        first_weights = mlp.make_parameters(64, choices.hidden, 10, choices.seed)
         model = mlp.Parameters(*map(ms.Variable, first_weights))
     optimizer.build(model)
     history = ms.fit(
         functools.partial(train_step, model, optimizer),
-        images.shuffle(seed=settings.seed).batch(settings.batch),
-        epochs=settings.epochs,
+        images.shuffle(seed=choices.seed).batch(choices.batch),
+        epochs=choices.epochs,
         state={"model": model, "optimizer": optimizer},
         metrics=("loss", "accuracy"),
         validate=functools.partial(measure_accuracy, model),
-        validation_data=test_images.batch(settings.batch),
-        directory=settings.checkpoint or None,
-        settings={name: getattr(settings, name) for name in ("batch", "seed", "lr", "hidden")},
+        validation_data=test_images.batch(choices.batch),
+        directory=choices.checkpoint or None,
+        settings={name: getattr(choices, name) for name in ("batch", "seed", "lr", "hidden")},
         strategy=strategy,
         verbose=verbose,
     )
@@ -124,14 +124,14 @@ def train(
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the program; return its exit code, the same on every rank."""
-    settings = parse_settings(Settings, "mpistrat.examples.digits", str(__doc__), argv)
+    choices = parse_settings(DigitsSettings, "mpistrat.examples.digits", str(__doc__), argv)
     strategy = ms.MirroredStrategy()
     strategy.run(check_packages)  # or fail before training
-    _, history = train(strategy, settings)
+    _, history = train(strategy, choices)
     accuracy, rank_count = history.last("validation/accuracy"), strategy.num_replicas_in_sync
     title = f"Handwritten digits: test accuracy {accuracy:.4f}, ranks: {rank_count}"
-    history.draw(settings.output, PANELS, title=title, x="epoch")
-    strategy.print(format_report(history, rank_count, settings.output))
+    history.draw(choices.output, PANELS, title=title, x="epoch")
+    strategy.print(format_report(history, rank_count, choices.output))
     return 0
 
 

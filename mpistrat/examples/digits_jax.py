@@ -26,18 +26,18 @@ import mpistrat.jax as mj
 from mpistrat.examples.digits import MOMENTUM, TRAINING_COUNT, load_images
 from mpistrat.examples.settings import option, parse_settings
 
-__all__ = ["NETS", "Settings", "main", "train"]
+__all__ = ["NETS", "JaxSettings", "main", "train"]
 
 
 @dataclass(frozen=True)
-class Settings:
+class JaxSettings:
     """The options of the program."""
 
     epochs: int = option(20, "times over the images")
     batch: int = option(64, "images in a global batch")
     seed: int = option(0, "of the choice of test images, the first weights and the order")
     lr: float = option(0.15, "learning rate at the beginning; it falls to 0")
-    net: str = option("mlp", "layers: dense ones, or convolutions", choices=("mlp", "conv"))
+    net: str = option("mlp", "layers: dense ones, or convolutions", allowed_values=("mlp", "conv"))
     checkpoint: str = option("", "directory of checkpoints, from which it continues")
 
 
@@ -122,7 +122,7 @@ NETS: dict[str, NetFunctions] = {
 
 
 def train(
-    strategy: ms.Strategy, settings: Settings, verbose: bool = True
+    strategy: ms.Strategy, choices: JaxSettings, verbose: bool = True
 ) -> tuple[Any, ms.History]:
     """Train on all replicas of `strategy`, and test after every epoch.
 
@@ -132,26 +132,26 @@ def train(
       The parameters, a tree of JAX arrays, on every rank the same; and the curves ``loss`` and
       ``validation/accuracy`` by epochs.
     """
-    (x, y), (x_test, y_test) = load_images(settings.seed)
-    images = ms.Dataset((x.astype(np.float32), y)).shuffle(seed=settings.seed)
+    (x, y), (x_test, y_test) = load_images(choices.seed)
+    images = ms.Dataset((x.astype(np.float32), y)).shuffle(seed=choices.seed)
     test_images = ms.Dataset((x_test.astype(np.float32), y_test))
-    make_parameters, compute_scores = NETS[settings.net]
-    step_count = settings.epochs * math.ceil(TRAINING_COUNT / settings.batch)
-    optimizer = optax.sgd(optax.linear_schedule(settings.lr, 0.0, step_count), MOMENTUM)
+    make_parameters, compute_scores = NETS[choices.net]
+    step_count = choices.epochs * math.ceil(TRAINING_COUNT / choices.batch)
+    optimizer = optax.sgd(optax.linear_schedule(choices.lr, 0.0, step_count), MOMENTUM)
     with strategy.scope():
-        parameters = mj.replicate(make_parameters(jax.random.key(settings.seed)))
+        parameters = mj.replicate(make_parameters(jax.random.key(choices.seed)))
         model = mj.TrainState({"parameters": parameters, "state": optimizer.init(parameters)})
     train_step, measure_accuracy = make_steps(model, optimizer, compute_scores)
     kept_names = ("batch", "seed", "lr", "net")
     history = ms.fit(
         train_step,
-        images.batch(settings.batch),
-        epochs=settings.epochs,
+        images.batch(choices.batch),
+        epochs=choices.epochs,
         state={"model": model},
         validate=measure_accuracy,
-        validation_data=test_images.batch(settings.batch),
-        directory=settings.checkpoint or None,
-        settings={name: getattr(settings, name) for name in kept_names},
+        validation_data=test_images.batch(choices.batch),
+        directory=choices.checkpoint or None,
+        settings={name: getattr(choices, name) for name in kept_names},
         strategy=strategy,
         verbose=verbose,
     )
@@ -160,9 +160,9 @@ def train(
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the program; return its exit code, the same on every rank."""
-    settings = parse_settings(Settings, "mpistrat.examples.digits_jax", str(__doc__), argv)
+    choices = parse_settings(JaxSettings, "mpistrat.examples.digits_jax", str(__doc__), argv)
     strategy = ms.MirroredStrategy()
-    _, history = train(strategy, settings)
+    _, history = train(strategy, choices)
     strategy.print(f"test accuracy {history.last('validation/accuracy'):.4f}")
     return 0
 

@@ -25,11 +25,11 @@ import mpistrat.torch as mt
 from mpistrat.examples import text, text_data
 from mpistrat.examples.settings import option, parse_settings
 
-__all__ = ["Settings", "Transformer", "main", "measure_loss", "train", "train_step"]
+__all__ = ["Transformer", "TransformerSettings", "main", "measure_loss", "train", "train_step"]
 
 
 @dataclass(frozen=True)
-class Settings:
+class TransformerSettings:
     """The options of the program."""
 
     steps: int = option(400, "updates of the weights")
@@ -40,7 +40,7 @@ class Settings:
     layers: int = option(3, "of the model")
     lr: float = option(2e-3, "largest learning rate, after a tenth of the updates; it falls")
     every: int = option(50, "updates between two validations; after each, the run is saved")
-    seed: int = option(0, "of the first weights, the order of the pieces and what is written")
+    seed: int = option(0, "of the first weights, the order of the pieces, the text written")
     checkpoint: str = option("transformer", "directory of the run, from which it continues")
 
 
@@ -96,14 +96,14 @@ class TransformerBlock(nn.Module):
 class Transformer(nn.Module):
     """Expects the next symbol at each place of a text (Radford and others, "GPT-2", 2019)."""
 
-    def __init__(self, settings: Settings):
+    def __init__(self, choices: TransformerSettings):
         """Make the layers; the first and the last have their weight in common."""
         super().__init__()
-        channels = settings.channels
+        channels = choices.channels
         self.embedding = nn.Embedding(text_data.SYMBOL_COUNT, channels)
-        self.positions = nn.Parameter(torch.zeros(settings.length, channels))
+        self.positions = nn.Parameter(torch.zeros(choices.length, channels))
         self.blocks = nn.Sequential(
-            *[TransformerBlock(channels, settings.heads) for _ in range(settings.layers)]
+            *[TransformerBlock(channels, choices.heads) for _ in range(choices.layers)]
         )
         self.norm = nn.LayerNorm(channels)
         self.scores = nn.Linear(channels, text_data.SYMBOL_COUNT, bias=False)
@@ -120,16 +120,16 @@ class Transformer(nn.Module):
         return self.scores(self.norm(self.blocks(hidden)))
 
 
-def make_model(settings: Settings) -> Transformer:
-    """Return a model with random weights, of the seed of the settings."""
-    torch.manual_seed(settings.seed)
-    return Transformer(settings)
+def make_model(choices: TransformerSettings) -> Transformer:
+    """Return a model with random weights."""
+    torch.manual_seed(choices.seed)
+    return Transformer(choices)
 
 
 def train(
-    strategy: ms.Strategy, settings: Settings, verbose: bool = True
+    strategy: ms.Strategy, choices: TransformerSettings, verbose: bool = True
 ) -> tuple[Any, ms.History]:
-    """Train on all ranks of `strategy`, or continue the run in ``settings.checkpoint``.
+    """Train on all ranks of `strategy`, or continue the run in ``choices.checkpoint``.
 
     Collective: all ranks call it, with the same settings.
 
@@ -137,12 +137,12 @@ def train(
       The model, and the curves ``loss`` and ``validation/loss`` by updates.
     """
     dataset, held_out_dataset = text_data.read_datasets(
-        strategy, settings.length, settings.batch, settings.seed
+        strategy, choices.length, choices.batch, choices.seed
     )
-    model = mt.replicate(make_model(settings), strategy)
-    warm_up_steps = max(settings.steps // 10, 1)
-    decay_steps = max(settings.steps - warm_up_steps, 1)
-    rate = ms.optim.Cosine(settings.lr, decay_steps, settings.lr / 10)
+    model = mt.replicate(make_model(choices), strategy)
+    warm_up_steps = max(choices.steps // 10, 1)
+    decay_steps = max(choices.steps - warm_up_steps, 1)
+    rate = ms.optim.Cosine(choices.lr, decay_steps, choices.lr / 10)
     adam = ms.optim.AdamW(
         ms.optim.WarmUp(rate, warm_up_steps), beta_2=0.98, clip=ms.optim.ClipByGlobalNorm(1.0)
     )
@@ -151,14 +151,14 @@ def train(
     history = ms.fit(
         functools.partial(train_step, model, optimizer),
         mt.batches(dataset, strategy),
-        steps=settings.steps,
+        steps=choices.steps,
         state={"model": model, "optimizer": optimizer},
         validate=functools.partial(measure_loss, model),
         validation_data=mt.batches(held_out_dataset, strategy),
-        validate_every=f"{settings.every} steps",
-        directory=settings.checkpoint,
+        validate_every=f"{choices.every} steps",
+        directory=choices.checkpoint,
         settings={
-            name: value for name, value in asdict(settings).items() if name not in changeable_names
+            name: value for name, value in asdict(choices).items() if name not in changeable_names
         },
         strategy=strategy,
         verbose=verbose,
@@ -183,17 +183,17 @@ def generate_symbols(
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the program; return its exit code, the same on every rank."""
     module = "mpistrat.examples.language_model_torch"
-    settings = parse_settings(Settings, module, str(__doc__), argv)
+    choices = parse_settings(TransformerSettings, module, str(__doc__), argv)
     strategy = ms.MultiWorkerMirroredStrategy()
-    model, history = train(strategy, settings)
+    model, history = train(strategy, choices)
     if strategy.is_chief:
         prompt = text_data.encode_text(text.PROMPT)
-        symbols = generate_symbols(model, prompt, 400, settings.seed)
+        symbols = generate_symbols(model, prompt, 400, choices.seed)
         print(f"\n{text_data.decode_symbols(symbols)}\n")
     last_loss = history.last("validation/loss")
-    strategy.print(text.format_report(last_loss, history, settings.batch * settings.length))
+    strategy.print(text.format_report(last_loss, history, choices.batch * choices.length))
     strategy.print(f"ranks               {strategy.num_replicas_in_sync}")
-    strategy.print(f"directory           {settings.checkpoint}")
+    strategy.print(f"directory           {choices.checkpoint}")
     return 0
 
 

@@ -12,16 +12,17 @@ __all__ = ["option", "parse_settings"]
 AnySettings = TypeVar("AnySettings")
 
 
-def option(default: Any, help_text: str, choices: Sequence[str] | None = None) -> Any:
+def option(default: Any, help_text: str, allowed_values: Sequence[str] | None = None) -> Any:
     """Return a field of a dataclass of settings.
 
     Args:
       default: Its default, which has the type of all its values. Whole numbers are at least 1,
         unless this is 0.
       help_text: What it is, for ``--help``.
-      choices: All values that it may have; None for any.
+      allowed_values: All values that it may have; None for any.
     """
-    return dataclasses.field(default=default, metadata={"help": help_text, "choices": choices})
+    argparse_words = {"help": help_text, "choices": allowed_values}
+    return dataclasses.field(default=default, metadata=argparse_words)
 
 
 def parse_count(text: str) -> int:

@@ -23,13 +23,13 @@ import mpistrat as ms
 from mpistrat.examples import text_data, text_model
 from mpistrat.examples.settings import option, parse_settings
 
-__all__ = ["Settings", "create_model", "main", "measure_loss", "train", "train_step"]
+__all__ = ["TextSettings", "create_model", "main", "measure_loss", "train", "train_step"]
 
 PROMPT = "def "  # of the text that the model writes
 
 
 @dataclass(frozen=True)
-class Settings:
+class TextSettings:
     """The options of the program."""
 
     steps: int = option(600, "updates of the weights")
@@ -41,8 +41,8 @@ class Settings:
     lr: float = option(4e-3, "largest learning rate, after a tenth of the updates; it falls")
     every: int = option(50, "updates between two validations; after each, the run is saved")
     patience: int = option(4, "validations without a new lowest loss that end the training")
-    seed: int = option(0, "of the first weights, the order of the pieces and what is written")
-    dtype: str = option("float32", "of the weights", choices=("float32", "float64"))
+    seed: int = option(0, "of the first weights, the order of the pieces, the text written")
+    dtype: str = option("float32", "of the weights", allowed_values=("float32", "float64"))
     checkpoint: str = option("text", "directory of the run, from which it continues")
 
 
@@ -77,25 +77,22 @@ def measure_loss(model: text_model.Parameters, batch: text_model.Array) -> dict[
 
 
 def create_model(
-    strategy: ms.Strategy, settings: Settings
+    strategy: ms.Strategy, choices: TextSettings
 ) -> tuple[dict[str, ms.Variable], ms.optim.Optimizer]:
     """Return variables with random initial values, and their optimizer. Collective."""
-    choices = settings.channels, settings.layers, settings.seed, settings.dtype
+    first_weights = text_model.make_parameters(
+        text_data.SYMBOL_COUNT, choices.channels, choices.layers, choices.seed, choices.dtype
+    )
     with strategy.scope():
-        model = {
-            name: ms.Variable(value, name=name)
-            for name, value in text_model.make_parameters(text_data.SYMBOL_COUNT, *choices).items()
-        }
-    warm_up_steps = max(settings.steps // 10, 1)
-    decay_steps = max(settings.steps - warm_up_steps, 1)
+        model = {name: ms.Variable(value, name=name) for name, value in first_weights.items()}
+    warm_up_steps = max(choices.steps // 10, 1)
+    decay_steps = max(choices.steps - warm_up_steps, 1)
     optimizer = ms.optim.AdamW(
-        ms.optim.WarmUp(
-            ms.optim.Cosine(settings.lr, decay_steps, settings.lr / 100), warm_up_steps
-        ),
+        ms.optim.WarmUp(ms.optim.Cosine(choices.lr, decay_steps, choices.lr / 100), warm_up_steps),
         weight_decay=0.05,
         groups=[ms.optim.Group("*bias*", weight_decay=0.0)],
         clip=ms.optim.ClipByGlobalNorm(1.0),
-        accumulate=settings.accumulate,
+        accumulate=choices.accumulate,
         ema=0.98,
     )
     optimizer.build(model.values())
@@ -103,9 +100,9 @@ def create_model(
 
 
 def train(
-    strategy: ms.Strategy, settings: Settings, verbose: bool = True
+    strategy: ms.Strategy, choices: TextSettings, verbose: bool = True
 ) -> tuple[dict[str, ms.Variable], ms.History]:
-    """Train on all replicas of `strategy`, or continue the run in ``settings.checkpoint``.
+    """Train on all replicas of `strategy`, or continue the run in ``choices.checkpoint``.
 
     Collective: all ranks call it, with the same settings.
 
@@ -114,25 +111,25 @@ def train(
       ``validation/loss`` by batches.
     """
     dataset, held_out_dataset = text_data.read_datasets(
-        strategy, settings.length, settings.batch, settings.seed
+        strategy, choices.length, choices.batch, choices.seed
     )
-    model, optimizer = create_model(strategy, settings)
+    model, optimizer = create_model(strategy, choices)
     averages = {name: optimizer.average(value) for name, value in model.items()}
     gradient_buffers = strategy.gradient_buffers(model)
     changeable_names = ("steps", "patience", "checkpoint")
     history = ms.fit(
         functools.partial(train_step, model, optimizer, gradient_buffers),
         dataset,
-        steps=settings.steps * settings.accumulate,
+        steps=choices.steps * choices.accumulate,
         state={"model": model, "optimizer": optimizer},
         validate=functools.partial(measure_loss, averages),
         validation_data=held_out_dataset,
-        validate_every=f"{settings.every * settings.accumulate} steps",
-        directory=settings.checkpoint,
-        patience=settings.patience,
+        validate_every=f"{choices.every * choices.accumulate} steps",
+        directory=choices.checkpoint,
+        patience=choices.patience,
         restore_best=True,
         settings={
-            name: value for name, value in asdict(settings).items() if name not in changeable_names
+            name: value for name, value in asdict(choices).items() if name not in changeable_names
         },
         strategy=strategy,
         verbose=verbose,
@@ -142,18 +139,18 @@ def train(
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the program; return its exit code, the same on every rank."""
-    settings = parse_settings(Settings, "mpistrat.examples.text", str(__doc__), argv)
+    choices = parse_settings(TextSettings, "mpistrat.examples.text", str(__doc__), argv)
     strategy = ms.MirroredStrategy()
-    averages, history = train(strategy, settings)
+    averages, history = train(strategy, choices)
     if strategy.is_chief:
         weights = {name: np.asarray(value) for name, value in averages.items()}
         prompt = text_data.encode_text(PROMPT)
-        symbols = text_model.generate_symbols(weights, prompt, 600, settings.seed)
+        symbols = text_model.generate_symbols(weights, prompt, 600, choices.seed)
         print(f"\n{text_data.decode_symbols(symbols)}\n")
     best_loss = history["validation/loss"][1].min()
-    strategy.print(format_report(best_loss, history, settings.batch * settings.length))
+    strategy.print(format_report(best_loss, history, choices.batch * choices.length))
     strategy.print(f"ranks               {strategy.num_replicas_in_sync}")
-    strategy.print(f"directory           {settings.checkpoint}")
+    strategy.print(f"directory           {choices.checkpoint}")
     return 0
 
 

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 import mpistrat
-from mpistrat.examples.digits import Settings, train
+from mpistrat.examples.digits import DigitsSettings, train
 from mpistrat.testing import same
 
 PLAIN = Path(__file__).parents[1] / "unit" / "examples" / "plain_digits.py"
 # 1,409 is 11 x 128 + 1 too: a last batch of one image in half as many steps.
-SHORT = Settings(epochs=2, batch=128, seed=2, hidden=24)
+SHORT = DigitsSettings(epochs=2, batch=128, seed=2, hidden=24)
 
 # Each rank imports scikit-learn for two seconds; unit/examples compares 1 to 4 threads.
 pytestmark = pytest.mark.mpi(min_size=3)

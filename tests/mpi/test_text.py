@@ -14,7 +14,7 @@ from mpistrat.examples import text, text_data
 from mpistrat.testing import same
 
 PLAIN = Path(__file__).parents[1] / "unit" / "examples" / "plain_text.py"
-SHORT = text.Settings(*(4, 3, 2, 8, 6, 2), lr=0.02, every=2, seed=2, dtype="float64")
+SHORT = text.TextSettings(*(4, 3, 2, 8, 6, 2), lr=0.02, every=2, seed=2, dtype="float64")
 
 pytestmark = pytest.mark.mpi
 

@@ -83,7 +83,7 @@ def test_digits_have_the_same_losses_on_any_number_of_ranks(net, size):
     from mpistrat.examples import digits_jax
 
     # An epoch of the net with convolutions takes as long as ten of the other.
-    settings = digits_jax.Settings(epochs=2 if net == "mlp" else 1, net=net)
+    settings = digits_jax.JaxSettings(epochs=2 if net == "mlp" else 1, net=net)
 
     def program(comm):
         return digits_jax.train(ms.MirroredStrategy(), settings, verbose=False)
@@ -108,7 +108,7 @@ def test_digits_go_on_at_another_number_of_ranks(tmp_path, monkeypatch):
     pytest.importorskip("sklearn", reason="wants scikit-learn")
     from mpistrat.examples import digits_jax
 
-    settings = digits_jax.Settings(epochs=3)
+    settings = digits_jax.JaxSettings(epochs=3)
 
     def program(comm, directory, epochs):
         chosen = replace(settings, checkpoint=str(directory), epochs=epochs)

@@ -18,7 +18,7 @@ torch = pytest.importorskip("torch", reason="wants PyTorch: pip install 'mpistra
 from mpistrat.examples import language_model_torch as example  # noqa: E402
 
 # Batches of 6 leave a fourth rank without rows.
-TINY = example.Settings(
+TINY = example.TransformerSettings(
     *(100, 6, 12, 16, 2, 2), lr=0.01, every=5, seed=1
 )  # fmt: skip
 

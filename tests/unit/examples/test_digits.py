@@ -26,13 +26,13 @@ from threadpoolctl import threadpool_limits
 import mpistrat
 from mpistrat.config import launched_by
 from mpistrat.examples import digits, mlp
-from mpistrat.examples.digits import Settings
+from mpistrat.examples.digits import DigitsSettings
 from mpistrat.examples.settings import parse_settings
 from mpistrat.launch.mpi_libraries import find_launcher
 from mpistrat.testing import run_ranks
 
 PLAIN = runpy.run_path(str(Path(__file__).with_name("plain_digits.py")))
-SHORT = Settings(epochs=3, seed=1, hidden=32)
+SHORT = DigitsSettings(epochs=3, seed=1, hidden=32)
 CURVES = ("loss", "accuracy", "validation/accuracy")
 CONTROL = re.compile(r"[^\n\x20-\x7e]")
 
@@ -173,7 +173,7 @@ def test_the_report_is_about_the_median_epoch():
 
 def test_median_accuracy_over_five_seeds_is_97_percent():
     strategy = mpistrat.OneDeviceStrategy("cpu")
-    histories = [train(strategy, Settings(seed=seed)).history for seed in range(5)]
+    histories = [train(strategy, DigitsSettings(seed=seed)).history for seed in range(5)]
     accuracies = [history.last("validation/accuracy") for history in histories]
     assert statistics.median(accuracies) >= 0.97, accuracies
 
@@ -219,7 +219,7 @@ def test_a_run_goes_on_where_it_was_stopped_and_is_lengthened(
 
 @pytest.mark.beside
 def test_another_seed_in_a_used_directory_is_told(tmp_path):
-    settings = Settings(epochs=1, hidden=8, checkpoint=str(tmp_path))
+    settings = DigitsSettings(epochs=1, hidden=8, checkpoint=str(tmp_path))
     of(settings)
 
     def other(comm):
@@ -305,7 +305,7 @@ def test_one_rank_prints_plain_lines_and_writes_the_picture(tmp_path):
         assert (tmp_path / python).samefile(sys.executable)
         assert words[:5] == ["-m", "mpistrat", "run", "-n", "2"]
         settings = words[words.index("mpistrat.examples.digits") + 1 :]
-        assert parse_settings(Settings, "", "digits", settings) != Settings()
+        assert parse_settings(DigitsSettings, "", "digits", settings) != DigitsSettings()
     assert (Path(mpistrat.__file__).parents[1] / advice[4].strip()).is_file()
     assert not CONTROL.search(done.stderr)
     assert "step" not in done.stderr  # the bar's unit

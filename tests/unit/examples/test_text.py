@@ -16,7 +16,7 @@ from threadpoolctl import threadpool_limits
 
 import mpistrat as ms
 from mpistrat.examples import text, text_data
-from mpistrat.examples.text import Settings
+from mpistrat.examples.text import TextSettings
 from mpistrat.testing import run_ranks
 
 PLAIN = runpy.run_path(str(Path(__file__).with_name("plain_text.py")))
@@ -25,7 +25,7 @@ MODULES = (
     *text_data.HELD_OUT_MODULES,
 )  # before tests put shorter ones in their place
 # 7 steps with evaluations after 3, 6 and 7; batches of 3 leave a fourth rank without pieces.
-TINY = Settings(
+TINY = TextSettings(
     *(7, 3, 2, 8, 6, 2), lr=0.02, every=3, patience=2, seed=1, dtype="float64"
 )  # fmt: skip
 SIZES = pytest.mark.parametrize("size", [1, 2, 4])
