@@ -10,20 +10,22 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import tempfile
 import time
-from pathlib import Path
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import mpistrat as ms
-from mpistrat.examples import text, text_model
+from mpistrat.examples import text, text_data, text_model
 
 PIECE_COUNT = 32  # pieces of 128 symbols
 
 
-def measured(trainer: text.Trainer, pieces: Any, rows: int, steps: int) -> tuple[float, float]:
-    """Return the CPU time of the arithmetic of a step and of all else, as medians."""
-    strategy, arithmetic, step_seconds = trainer.strategy, [], []
+def measured(
+    strategy: ms.Strategy, step: Callable[[Any], None], pieces: Any, rows: int, count: int
+) -> tuple[float, float]:
+    """Return the CPU time of the arithmetic of a step and of all else, as medians of `count`."""
+    arithmetic, step_seconds = [], []
     real = text_model.compute_gradients
 
     def timed(*args: Any) -> Any:
@@ -32,12 +34,12 @@ def measured(trainer: text.Trainer, pieces: Any, rows: int, steps: int) -> tuple
         arithmetic.append(time.process_time() - begin)
         return losses
 
-    dataset = ms.Dataset(pieces).batch(rows).take(steps)
+    dataset = ms.Dataset(pieces).batch(rows).take(count)
     text_model.compute_gradients = timed
     try:
         for batch in strategy.experimental_distribute_dataset(dataset):
             begin = time.process_time()
-            trainer.train_batch(batch)
+            strategy.run(step, args=(batch,))
             step_seconds.append(time.process_time() - begin)
     finally:
         text_model.compute_gradients = real
@@ -51,22 +53,26 @@ def main() -> None:
     quick = parser.parse_args().quick
     settings = text.TextSettings(accumulate=1)
     if quick:
-        settings = settings._replace(channels=8, layers=2, length=16)
+        settings = replace(settings, channels=8, layers=2, length=16)
     strategy = ms.OneDeviceStrategy("cpu")
-    pieces = text.read_pieces(strategy, ["argparse", "typing"], settings.length)
-    with tempfile.TemporaryDirectory() as folder:
-        trainer = text.Trainer(strategy, settings, Path(folder))
-        measured(trainer, pieces, 1, 2)  # compiles what is compiled
-        print(
-            f"{'pieces':>6} {'ranks':>5} {'arithmetic ms':>13} {'all else ms':>11} {'at most x':>9}"
-        )
-        base_seconds = 0.0
-        for ranks in (1, 2, 4, 8, 16, 32):
-            cpu_seconds = measured(trainer, pieces, PIECE_COUNT // ranks, 2 if quick else 16)
-            base_seconds = base_seconds or sum(cpu_seconds)
-            gain = base_seconds / sum(cpu_seconds)
-            figures_text = f"{1e3 * cpu_seconds[0]:13.1f} {1e3 * cpu_seconds[1]:11.1f} {gain:9.1f}"
-            print(f"{PIECE_COUNT // ranks:6} {ranks:5} {figures_text}", flush=True)
+    pieces = text_data.read_pieces(strategy, ["argparse", "typing"], settings.length)
+    model, optimizer = text.create_model(strategy, settings)
+    gradients = strategy.gradient_buffers(model)
+    with strategy.scope():
+        loss = ms.metrics.Mean("loss")
+
+    def step(batch: Any) -> None:
+        loss.update_state(text.train_step(model, optimizer, gradients, batch)["loss"])
+
+    measured(strategy, step, pieces, 1, 2)  # compiles what is compiled
+    print(f"{'pieces':>6} {'ranks':>5} {'arithmetic ms':>13} {'all else ms':>11} {'at most x':>9}")
+    base_seconds = 0.0
+    for ranks in (1, 2, 4, 8, 16, 32):
+        cpu_seconds = measured(strategy, step, pieces, PIECE_COUNT // ranks, 2 if quick else 16)
+        base_seconds = base_seconds or sum(cpu_seconds)
+        gain = base_seconds / sum(cpu_seconds)
+        figures_text = f"{1e3 * cpu_seconds[0]:13.1f} {1e3 * cpu_seconds[1]:11.1f} {gain:9.1f}"
+        print(f"{PIECE_COUNT // ranks:6} {ranks:5} {figures_text}", flush=True)
 
 
 if __name__ == "__main__":

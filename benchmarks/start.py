@@ -110,8 +110,11 @@ optimizer = mpistrat.optim.SGD(0.15, momentum=digits.MOMENTUM)
 with strategy.scope():
     model = mlp.Parameters(*map(mpistrat.Variable, mlp.make_parameters(64, 128, 10, 0)))
     metrics = [mpistrat.metrics.Mean(name) for name in ("loss", "accuracy")]
-x, y = next(iter(strategy.experimental_distribute_dataset(images)))
-strategy.run(digits.train_step, args=(model, optimizer, metrics, x, y))
+def step(batch):
+    for metric, values in zip(metrics, digits.train_step(model, optimizer, batch).values()):
+        metric.update_state(values)
+batch = next(iter(strategy.experimental_distribute_dataset(images)))
+strategy.run(step, args=(batch,))
 """,
 }
 REPORT = """

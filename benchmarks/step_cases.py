@@ -14,7 +14,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import ml_dtypes
@@ -384,7 +384,8 @@ def _digits(job: Job, batch: int, limits: Mapping[int, float]) -> Case:
 
     def trained(strategy: ms.Strategy) -> float:
         # The second epoch: the first one compiles and allocates.
-        return float(digits.train(strategy, settings).history.last("seconds")) / steps
+        _, history = digits.train(strategy, settings, verbose=False)
+        return float(history.last("seconds")) / steps
 
     def all_of_us(number: int) -> tuple[float, bool]:
         job.comm.Barrier()
@@ -522,11 +523,12 @@ def text(job: Job) -> Case:
     (example,) = _needs(job, "mpistrat.examples.text")
     small = {"channels": 16, "layers": 2, "batch": 8} if job.quick else {}
     settings = example.TextSettings(steps=2 if job.quick else 8, every=2, patience=99, **small)
-    symbols = settings.batch * settings.accumulate * settings.length
     lone = _single_rank_strategy(job)
 
     def trained(strategy: ms.Strategy, folder: str) -> float:
-        return symbols / float(example.train(strategy, settings, Path(folder)).symbols_per_second)
+        chosen = replace(settings, checkpoint=folder)
+        _, history = example.train(strategy, chosen, verbose=False)
+        return float(np.median(history["seconds"][1])) / settings.every
 
     def all_of_us(number: int) -> tuple[float, bool]:
         with _folder(job) as folder:

@@ -18,7 +18,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import common
 import numpy as np
@@ -37,41 +37,65 @@ PARTS = {"next": 1, "enter": 1, "gradients": 1, "apply": 1, "metric": 2, "leave"
 Times = defaultdict[str, list[float]]
 
 
+class DigitsJob(NamedTuple):
+    """What a step of the digits job reads and changes."""
+
+    batches: Any
+    model: mlp.Parameters
+    optimizer: SGD
+    metrics: list[Mean]
+
+
+def create_job(strategy: ms.Strategy, batch: int) -> DigitsJob:
+    """Return the job, before its first step. Collective."""
+    images = ms.Dataset(digits.load_images(0)[0]).shuffle(seed=0).batch(batch)
+    optimizer = SGD(RATE, momentum=MOMENTUM)
+    with strategy.scope():
+        model = mlp.Parameters(*map(ms.Variable, mlp.make_parameters(64, 128, 10, 0)))
+        metrics = [Mean("loss"), Mean("accuracy")]
+    optimizer.build(model)
+    batches = strategy.experimental_distribute_dataset(images)
+    return DigitsJob(batches, model, optimizer, metrics)
+
+
+def time_in_steps(strategy: ms.Strategy, batch: int, epochs: int) -> Times:
+    """Return how long each part of each step takes. Collective."""
+    times: Times = defaultdict(list)
+    job, marks = create_job(strategy, batch), [0.0, 0.0]
+
+    def step(*images: Any) -> None:
+        marks[0] = time.perf_counter()
+        results = digits.train_step(job.model, job.optimizer, images)
+        for metric, values in zip(job.metrics, results.values(), strict=True):
+            metric.update_state(values)
+        marks[1] = time.perf_counter()
+
+    with watched(times):
+        for images in itertools.chain.from_iterable(itertools.repeat(job.batches, epochs)):
+            begin = time.perf_counter()
+            strategy.run(step, args=images)
+            times["enter"].append(marks[0] - begin)
+            times["leave"].append(time.perf_counter() - marks[1])
+    return times
+
+
 @contextmanager
 def watched(times: Times) -> Iterator[None]:
-    """Note in the body how long each part of each step takes."""
+    """Note in the body how long the parts inside each step take."""
     places: list[tuple[Any, str, str]] = [
-        (mlp, "gradients", "gradients"),
+        (mlp, "compute_gradients", "gradients"),
         (SGD, "apply_gradients", "apply"),
         (Mean, "update_state", "metric"),
         (DistributedIterator, "__next__", "next"),
     ]
-    step, run, begin_seconds = digits.train_step, ms.Strategy.run, [0.0]
-
-    def stepped(*args: Any) -> None:
-        times["enter"].append(time.perf_counter() - begin_seconds[0])
-        step(*args)
-        begin_seconds[0] = time.perf_counter()
-
-    def ran(self: Any, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        begin_seconds[0] = time.perf_counter()
-        result = run(self, fn, *args, **kwargs)
-        if fn is stepped:
-            times["leave"].append(time.perf_counter() - begin_seconds[0])
-        return result
-
-    watchers = [
-        (owner, name, timing(getattr(owner, name), times[to])) for owner, name, to in places
-    ]
-    watchers += [(digits, "train_step", stepped), (ms.Strategy, "run", ran)]
-    originals = [(owner, name, getattr(owner, name)) for owner, name, _ in watchers]
+    originals = [(owner, name, getattr(owner, name)) for owner, name, _ in places]
     try:
-        for owner, name, fn in watchers:
-            setattr(owner, name, fn)
+        for owner, name, part in places:
+            setattr(owner, name, timing(getattr(owner, name), times[part]))
         yield
     finally:
-        for owner, name, fn in originals:
-            setattr(owner, name, fn)
+        for owner, name, function in originals:
+            setattr(owner, name, function)
 
 
 def timing(fn: Callable[..., Any], seconds: list[float]) -> Callable[..., Any]:
@@ -92,13 +116,8 @@ def time_each_part(strategy: ms.Strategy, batch: int, repeats: int) -> tuple[Tim
     times: Times = defaultdict(list)
     codes: Counter[str] = Counter()
     (x, y), _ = digits.load_images(0)
-    shuffled = ms.Dataset((x, y)).shuffle(seed=0).batch(batch)
-    epochs = itertools.repeat(strategy.experimental_distribute_dataset(shuffled))
-    optimizer = SGD(RATE, momentum=MOMENTUM)
-    with strategy.scope():
-        model = mlp.Parameters(*map(ms.Variable, mlp.make_parameters(64, 128, 10, 0)))
-        metric = Mean("loss")
-    optimizer.build(model)
+    all_batches, model, optimizer, (metric, _) = create_job(strategy, batch)
+    epochs = itertools.repeat(all_batches)
     rows = batch // strategy.num_replicas_in_sync
 
     def measure(part: str, call: Callable[[], Any]) -> None:
@@ -181,10 +200,8 @@ def main() -> None:
     comm, epochs = MPI.COMM_WORLD, 3 if options.quick else 40
     facts = common.print_introduction(comm)
     strategy = ms.MirroredStrategy()
-    digits.train(strategy, digits.DigitsSettings(epochs=2, batch=options.batch))
-    times: Times = defaultdict(list)
-    with watched(times):
-        digits.train(strategy, digits.DigitsSettings(epochs=epochs, batch=options.batch))
+    time_in_steps(strategy, options.batch, 2)  # compiles what is compiled
+    times = time_in_steps(strategy, options.batch, epochs)
     own_times, codes = time_each_part(strategy, options.batch, 20 * epochs)
     if strategy.rank:
         return

@@ -13,79 +13,67 @@ batch. They take part with weight 0, and the parameters come out the same as on 
 
 from __future__ import annotations
 
-import argparse
+import functools
 import importlib.util
 import math
+import os
 import sys
-import time
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+from threadpoolctl import threadpool_limits
 
-import mpistrat
+import mpistrat as ms
 from mpistrat.examples import mlp
-from mpistrat.examples.settings import ProgressBar, iterate_remaining, parse_count
-from mpistrat.metrics import Mean
-from mpistrat.optim import SGD, Linear, Optimizer
+from mpistrat.examples.settings import option, parse_settings
 
-__all__ = ["SEEDS", "DigitsResult", "DigitsSettings", "load_images", "main", "train"]
+__all__ = ["DigitsSettings", "load_images", "main", "measure_accuracy", "train", "train_step"]
 
-SEEDS = (0, 1, 2, 3, 4)  # the median of their test accuracies is at least 0.97
 TRAINING_COUNT = 1409  # 22 batches of 64, and one image
 MOMENTUM = 0.9
-MIN_SHARED_WORK = 512 * 1024  # images of a batch times hidden units that are worth sharing
-FIXED_SETTINGS = ("batch", "seed", "lr", "hidden")
-REQUIRED_PACKAGES = ("matplotlib", "sklearn", "tqdm")
-ACTIVITIES = ("seconds", "waiting", "communicating")  # curves of the times of an epoch
 PANELS = {
-    "mean cross-entropy (nats per example)": ["loss"],
-    "part of the images that is classified right": ["accuracy", "test_accuracy"],
+    "mean cross-entropy (nats per image)": ["loss"],
+    "part of the images that is classified right": ["accuracy", "validation/accuracy"],
 }
-INSTALL_ADVICE = (
-    "This example needs scikit-learn, matplotlib and tqdm: pip install 'mpistrat[examples]'"
-)
 
 
-class DigitsSettings(NamedTuple):
-    """The options of the program.
+@dataclass(frozen=True)
+class DigitsSettings:
+    """The options of the program."""
 
-    Attributes:
-      epochs: Times every training image is seen, at least 1.
-      batch: Images in a global batch.
-      seed: Rules the choice of the test images, the initial parameters and the order of examples.
-      lr: Learning rate at the beginning; it falls in a straight line, to 0 after the last epoch.
-      hidden: Units in the hidden layer.
-      output: Where the picture goes.
-      checkpoint: A directory for checkpoints, from which it continues; empty for none.
+    epochs: int = option(20, "times over the images")
+    batch: int = option(64, "images in a global batch")
+    seed: int = option(0, "of the choice of test images, the first weights and the order")
+    lr: float = option(0.15, "learning rate at the beginning; it falls to 0")
+    hidden: int = option(128, "units in the hidden layer")
+    output: str = option("digits.png", "picture of the curves")
+    checkpoint: str = option("", "directory of checkpoints, from which it continues")
+
+
+def train_step(
+    model: mlp.Parameters, optimizer: ms.optim.Optimizer, batch: tuple[Any, Any]
+) -> dict[str, Any]:
+    """Train on this replica's part of a batch, which may be empty; replica code.
+
+    Each gradient is a mean, weighted by its number of images. So all replicas make the same update,
+    by the gradient of the whole batch.
+
+    Returns:
+      The loss of each image, in nats, and 1.0 where it was classified right.
     """
-
-    epochs: int = 20
-    batch: int = 64
-    seed: int = 0
-    lr: float = 0.15
-    hidden: int = 128
-    output: str = "digits.png"
-    checkpoint: str = ""
+    x, y = batch
+    weights = mlp.Parameters(*map(np.asarray, model))
+    gradient, losses, hits = mlp.compute_gradients(weights, x, y)
+    optimizer.apply_gradients(zip(gradient, model, strict=True), weight=len(y))
+    return {"loss": losses, "accuracy": hits}
 
 
-class DigitsResult(NamedTuple):
-    """The result of training.
-
-    Attributes:
-      parameters: The final parameters, NumPy arrays, on every rank the same.
-      history: For each epoch, from 1: ``loss``, the mean cross-entropy in nats of all training
-        examples, each when its turn came; ``accuracy``, the part of them that was classified right
-        then; ``test_accuracy`` after the epoch; and of the time to train, without the test,
-        ``seconds``, and those that this rank was ``waiting`` and ``communicating``.
-      accuracy: The part of the test images that is classified right in the end.
-      epochs: How many of these epochs this start has trained.
-    """
-
-    parameters: mlp.Parameters
-    history: mpistrat.History
-    accuracy: float
-    epochs: int
+def measure_accuracy(model: mlp.Parameters, batch: tuple[Any, Any]) -> dict[str, Any]:
+    """Return 1.0 for each image of this replica's part that is classified right; replica code."""
+    _, hits = mlp.compute_losses_and_hits(mlp.Parameters(*map(np.asarray, model)), *batch)
+    return {"accuracy": hits}
 
 
 def load_images(seed: int) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
@@ -101,177 +89,85 @@ def load_images(seed: int) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
     return (parts[0], parts[2]), (parts[1], parts[3])
 
 
-def train_step(
-    model: mlp.Parameters, optimizer: Optimizer, metrics: Sequence[Mean], x: mlp.Array, y: mlp.Array
-) -> None:
-    """Train on this replica's part of a batch, which may be empty; replica code.
-
-    Each gradient is a mean, weighted by its number of examples. So all replicas make the same
-    update, by the gradient of the whole batch.
-    """
-    gradient, *batch_values = mlp.compute_gradients(mlp.Parameters(*map(np.asarray, model)), x, y)
-    # Ordinary arrays: copying so few numbers takes microseconds; gradient buffers would not pay.
-    optimizer.apply_gradients(zip(gradient, model, strict=True), weight=len(y))
-    for metric, values in zip(metrics, batch_values, strict=True):
-        metric.update_state(values)
-
-
-def test_step(model: mlp.Parameters, accuracy: Mean, x: mlp.Array, y: mlp.Array) -> None:
-    """Count the right answers in this replica's part of a batch; replica code."""
-    accuracy.update_state(
-        mlp.compute_losses_and_hits(mlp.Parameters(*map(np.asarray, model)), x, y)[1]
-    )
-
-
-def create_model(
-    strategy: mpistrat.Strategy, choices: DigitsSettings, steps_per_epoch: int
-) -> tuple[mlp.Parameters, Optimizer]:
-    """Return variables with random initial values, and their optimizer."""
-    learning_rate = Linear(choices.lr, 0.0, choices.epochs)
-    optimizer = SGD(lambda step: learning_rate(step // steps_per_epoch), momentum=MOMENTUM)
-    with strategy.scope():
-        initial_parameters = mlp.make_parameters(64, choices.hidden, 10, choices.seed)
-        model = mlp.Parameters(*map(mpistrat.Variable, initial_parameters))
-    optimizer.build(model)
-    return model, optimizer
-
-
 def train(
-    strategy: mpistrat.Strategy, choices: DigitsSettings, progress: ProgressBar | None = None
-) -> DigitsResult:
+    strategy: ms.Strategy, choices: DigitsSettings, verbose: bool = True
+) -> tuple[mlp.Parameters, ms.History]:
     """Train on all replicas of `strategy`, and test after every epoch.
 
     Collective: all ranks call it, with the same settings.
+
+    Returns:
+      The variables, and the curves ``loss``, ``accuracy`` and ``validation/accuracy`` by epochs.
     """
-    progress = progress or ProgressBar(0, is_shown=False)
-    images, test_images = map(mpistrat.Dataset, load_images(choices.seed))
-    shuffled = images.shuffle(seed=choices.seed).batch(choices.batch)
-    batches = strategy.experimental_distribute_dataset(shuffled)
-    test_batches = strategy.experimental_distribute_dataset(test_images.batch(choices.batch))
+    images, test_images = map(ms.Dataset, load_images(choices.seed))
     steps_per_epoch = math.ceil(TRAINING_COUNT / choices.batch)
-    model, optimizer = create_model(strategy, choices, steps_per_epoch)
+    learning_rate = ms.optim.Linear(choices.lr, 0.0, choices.epochs)
+    optimizer = ms.optim.SGD(lambda step: learning_rate(step // steps_per_epoch), momentum=MOMENTUM)
     with strategy.scope():
-        metrics = [Mean(name) for name in ("loss", "accuracy", "test_accuracy")]
-        history = mpistrat.History()
-    checkpoint = mpistrat.Checkpoint(
-        model=model, optimizer=optimizer, metrics=metrics, history=history, data=shuffled, step=0
+        first_weights = mlp.make_parameters(64, choices.hidden, 10, choices.seed)
+        model = mlp.Parameters(*map(ms.Variable, first_weights))
+    optimizer.build(model)
+    history = ms.fit(
+        functools.partial(train_step, model, optimizer),
+        images.shuffle(seed=choices.seed).batch(choices.batch),
+        epochs=choices.epochs,
+        state={"model": model, "optimizer": optimizer},
+        metrics=("loss", "accuracy"),
+        validate=functools.partial(measure_accuracy, model),
+        validation_data=test_images.batch(choices.batch),
+        directory=choices.checkpoint or None,
+        settings={name: getattr(choices, name) for name in ("batch", "seed", "lr", "hidden")},
+        strategy=strategy,
+        verbose=verbose,
     )
-    start_times, epoch_count = (time.perf_counter(), *strategy.time_spent()), 0
-    for x, y in iterate_remaining(
-        checkpoint, batches, choices, FIXED_SETTINGS, progress.print_line
-    ):
-        strategy.run(train_step, args=(model, optimizer, metrics[:2], x, y))
-        progress.advance()
-        checkpoint.step += 1
-        if checkpoint.step % steps_per_epoch:
-            continue
-        end_times = time.perf_counter(), *strategy.time_spent()
-        for x, y in test_batches:
-            strategy.run(test_step, args=(model, metrics[2], x, y))
-        means = {metric.name: metric.result() for metric in metrics}
-        seconds = np.subtract(end_times, start_times).tolist()
-        seconds_by_activity = dict(zip(ACTIVITIES, seconds, strict=True))
-        history.append(checkpoint.step // steps_per_epoch, **means, **seconds_by_activity)
-        for metric in metrics:
-            metric.reset_state()
-        progress.print_line(format_epoch(history, choices.epochs))
-        epoch_count += 1
-        start_times = time.perf_counter(), *strategy.time_spent()
-    final = mlp.Parameters(*(variable.numpy() for variable in model))
-    return DigitsResult(final, history, history.last("test_accuracy"), epoch_count)
-
-
-def format_epoch(history: mpistrat.History, epoch_count: int) -> str:
-    """Return the line about the last epoch."""
-    epoch = history["loss"][0][-1]
-    return (
-        f"epoch {epoch:{len(str(epoch_count))}} of {epoch_count}   loss "
-        f"{history.last('loss'):.4f}   train accuracy {history.last('accuracy'):.4f}   "
-        f"test accuracy {history.last('test_accuracy'):.4f}   {history.last('seconds'):.2f} s"
-    )
-
-
-def call_on_replica0(
-    strategy: mpistrat.Strategy, replica0_function: Callable[..., None], *args: Any
-) -> None:
-    """Call a function on replica 0 only; what it raises there is raised on every rank."""
-    strategy.run(lambda: replica0_function(*args) if strategy.rank == 0 else None)
-
-
-def check_packages() -> None:
-    """Raise ImportError unless everything this example needs is installed here."""
-    if any(importlib.util.find_spec(name) is None for name in REQUIRED_PACKAGES):
-        raise ImportError(INSTALL_ADVICE)
-
-
-def _parse_settings(argv: Sequence[str] | None) -> DigitsSettings:
-    parser = argparse.ArgumentParser(
-        prog="python -m mpistrat.examples.digits",
-        description="Train a classifier of handwritten digits, on one rank or on many.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
-    parser.add_argument("--epochs", type=parse_count, help="times over the images")
-    parser.add_argument("--batch", type=parse_count, help="images in a whole batch")
-    parser.add_argument("--seed", type=int, help="of test set, start and order")
-    parser.add_argument("--lr", type=float, help="learning rate at the beginning")
-    parser.add_argument("--hidden", type=parse_count, help="hidden units")
-    parser.add_argument("--output", help="where the picture goes")
-    parser.add_argument("--checkpoint", help="directory of checkpoints, from which it continues")
-    parser.set_defaults(**DigitsSettings()._asdict())
-    return DigitsSettings(**vars(parser.parse_args(argv)))
+    return model, history
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the program; return its exit code, the same on every rank."""
-    choices = _parse_settings(argv)
-    strategy = mpistrat.MirroredStrategy()
-    try:
-        strategy.run(check_packages)
-    except ImportError:  # raised on every rank, even if a package is missing on one only
-        call_on_replica0(strategy, lambda: print(INSTALL_ADVICE, file=sys.stderr, flush=True))
-        return 1
-    # Comes with scikit-learn, and without type information.
-    from threadpoolctl import threadpool_limits
-
-    step_count = choices.epochs * math.ceil(TRAINING_COUNT / choices.batch)
-    # One thread per rank: matrices this small gain nothing from more, and where several ranks share
-    # the cores, threads that wait for one another make every product many times slower.
-    with threadpool_limits(1), ProgressBar(step_count, strategy.rank == 0) as progress:
-        result = train(strategy, choices, progress)
-    title = f"Handwritten digits: test accuracy {result.accuracy:.4f}"
-    title += f", ranks: {strategy.num_replicas_in_sync}"
-    result.history.draw(choices.output, PANELS, title=title, x="epoch")
-    call_on_replica0(strategy, print_report, result, choices, strategy.num_replicas_in_sync)
+    choices = parse_settings(DigitsSettings, "mpistrat.examples.digits", str(__doc__), argv)
+    strategy = ms.MirroredStrategy()
+    strategy.run(check_packages)  # or fail before training
+    # One thread of BLAS for each rank, as matrices this small gain nothing from more.
+    with threadpool_limits(1):
+        _, history = train(strategy, choices)
+    accuracy, rank_count = history.last("validation/accuracy"), strategy.num_replicas_in_sync
+    title = f"Handwritten digits: test accuracy {accuracy:.4f}, ranks: {rank_count}"
+    history.draw(choices.output, PANELS, title=title, x="epoch")
+    strategy.print(format_report(history, rank_count, choices.output))
     return 0
 
 
-def print_report(training_result: DigitsResult, choices: DigitsSettings, rank_count: int) -> None:
-    """Print the summary."""
-    print(f"test accuracy        {training_result.accuracy:.4f}")
-    if training_result.epochs:  # epochs of an earlier start may have run on other ranks
-        epoch_seconds = training_result.history.table(*ACTIVITIES)[-training_result.epochs :, 1:]
-        # The median: the first epoch also loads and compiles code.
-        seconds, *waiting_and_communicating = sorted(epoch_seconds.tolist())[
-            len(epoch_seconds) // 2
-        ]
-        waiting, communicating = np.divide(waiting_and_communicating, seconds)
-        print(
-            f"examples per second  {TRAINING_COUNT / seconds:,.0f} (median epoch)",
-            f"computing            {1 - waiting - communicating:.0%} of a step (rank 0)",
-            f"waiting              {waiting:.0%}, for other ranks",
-            f"communicating        {communicating:.0%}",
-            sep="\n",
+def check_packages() -> None:
+    """Raise ImportError unless the packages that this example needs are installed here."""
+    if any(importlib.util.find_spec(name) is None for name in ("sklearn", "matplotlib")):
+        raise ImportError(
+            "This example needs scikit-learn and matplotlib: pip install 'mpistrat[examples]'"
         )
-    advice = "make a step quicker, where each has a core"
-    if choices.batch * choices.hidden < MIN_SHARED_WORK:
-        advice = "too little work in a step to share; --batch 512 --hidden 1024 has enough"
-    print(
-        f"ranks                {rank_count}",
-        f"more ranks           {advice}",
-        f"picture              {choices.output}",
-        sep="\n",
-        flush=True,
-    )
+
+
+def format_report(history: ms.History, rank_count: int, picture_path: str) -> str:
+    """Return lines about the result, the speed, and what to try next."""
+    epochs = history.table("seconds", "waiting", "communicating")[:, 1:].tolist()
+    # The median: the first epoch also loads and compiles code.
+    seconds, waiting, communicating = sorted(epochs)[len(epochs) // 2]
+    job = f"{os.path.relpath(sys.executable)} -m mpistrat run -n 2 -m mpistrat.examples.digits"
+    return f"""\
+test accuracy        {history.last("validation/accuracy"):.4f}
+examples per second  {TRAINING_COUNT / seconds:,.0f} (median epoch)
+computing            {1 - (waiting + communicating) / seconds:.0%} of a step (rank 0)
+waiting              {waiting / seconds:.0%}, for other ranks
+communicating        {communicating / seconds:.0%}
+ranks                {rank_count}
+picture              {picture_path}
+
+Try next:
+  {job} --batch 512 --hidden 1024
+    more work in each step: compare the examples per second with -n 1
+  {job} --epochs 1000 --checkpoint digits
+    stop it with Ctrl-C, and start it again with any -n: it continues
+  docs/train.md
+    your own data and model: this program is one call of ms.fit"""
 
 
 if __name__ == "__main__":

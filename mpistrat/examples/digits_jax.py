@@ -10,60 +10,72 @@ again with the same ``--checkpoint``, and it continues after the last whole epoc
 
 from __future__ import annotations
 
-import argparse
 import math
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 
-import mpistrat
+import mpistrat as ms
 import mpistrat.jax as mj
-from mpistrat.examples.digits import MOMENTUM, TRAINING_COUNT, call_on_replica0, load_images
-from mpistrat.examples.settings import iterate_remaining
-from mpistrat.metrics import Mean
+from mpistrat.examples.digits import MOMENTUM, TRAINING_COUNT, load_images
+from mpistrat.examples.settings import option, parse_settings
 
-__all__ = ["NETS", "JaxResult", "JaxSettings", "main", "train"]
-
-FIXED_SETTINGS = ("batch", "seed", "lr", "net")
+__all__ = ["NETS", "JaxSettings", "main", "train"]
 
 
-class JaxSettings(NamedTuple):
-    """The options of the program.
+@dataclass(frozen=True)
+class JaxSettings:
+    """The options of the program."""
 
-    Attributes:
-      epochs: Times every training image is seen, at least 1.
-      batch: Images in a global batch.
-      seed: Rules the choice of the test images, the initial parameters and the order of examples.
-      lr: Learning rate at the beginning; it falls to 0.
-      net: A key of `NETS`.
-      checkpoint: A directory for checkpoints, from which it continues; empty for none.
-    """
-
-    epochs: int = 20
-    batch: int = 64
-    seed: int = 0
-    lr: float = 0.15
-    net: str = "mlp"
-    checkpoint: str = ""
+    epochs: int = option(20, "times over the images")
+    batch: int = option(64, "images in a global batch")
+    seed: int = option(0, "of the choice of test images, the first weights and the order")
+    lr: float = option(0.15, "learning rate at the beginning; it falls to 0")
+    net: str = option("mlp", "layers: dense ones, or convolutions", allowed_values=("mlp", "conv"))
+    checkpoint: str = option("", "directory of checkpoints, from which it continues")
 
 
-class JaxResult(NamedTuple):
-    """The result of training.
+ReplicaFunction = Callable[[Any], dict[str, Any]]
 
-    Attributes:
-      parameters: A tree of JAX arrays, on every rank the same.
-      losses: The mean loss of each epoch.
-      accuracy: The part of the test images that is classified right in the end.
-    """
 
-    parameters: Any
-    losses: list[float]
-    accuracy: float
+def make_steps(
+    model: mj.TrainState,
+    optimizer: Any,
+    compute_scores: Callable[[Any, Any], Any],
+) -> tuple[ReplicaFunction, ReplicaFunction]:
+    """Return replica code: a training step, and the accuracy of a batch."""
+
+    def compute_mean_loss(parameters: Any, x: jax.Array, y: jax.Array) -> Any:
+        losses = optax.softmax_cross_entropy_with_integer_labels(compute_scores(parameters, x), y)
+        return losses.sum() / max(len(y), 1), losses  # the mean of no images is 0
+
+    def update_model(parameters: Any, state: Any, gradients: Any) -> Any:
+        changes, state = optimizer.update(gradients, state, parameters)
+        return {"parameters": optax.apply_updates(parameters, changes), "state": state}
+
+    def compare_with_labels(parameters: Any, x: jax.Array, y: jax.Array) -> Any:
+        return compute_scores(parameters, x).argmax(axis=1) == y
+
+    compute_gradients = jax.jit(jax.grad(compute_mean_loss, has_aux=True))
+    jitted_update, jitted_comparison = jax.jit(update_model), jax.jit(compare_with_labels)
+
+    def train_step(batch: tuple[Any, Any]) -> dict[str, Any]:
+        x, y = batch
+        gradients, losses = compute_gradients(model.value["parameters"], x, y)
+        gradients = mj.all_reduce("mean", gradients, weight=len(y))
+        model.value = jitted_update(model.value["parameters"], model.value["state"], gradients)
+        return {"loss": losses}
+
+    def measure_accuracy(batch: tuple[Any, Any]) -> dict[str, Any]:
+        return {"accuracy": jitted_comparison(model.value["parameters"], *batch)}
+
+    return train_step, measure_accuracy
 
 
 def _make_dense(key: jax.Array, input_count: int, output_count: int) -> dict[str, Any]:
@@ -109,98 +121,49 @@ NETS: dict[str, NetFunctions] = {
 }
 
 
-def _jit_functions(
-    compute_scores: Callable[[Any, Any], Any], optimizer: Any
-) -> tuple[Any, Any, Any]:
-    """Return jitted functions: the gradient of the mean loss, the update, the right answers."""
-
-    def compute_loss(parameters: Any, x: jax.Array, y: jax.Array) -> Any:
-        losses = optax.softmax_cross_entropy_with_integer_labels(compute_scores(parameters, x), y)
-        return losses.sum() / max(len(y), 1), losses  # the mean of no examples is 0
-
-    def update(parameters: Any, state: Any, gradients: Any) -> Any:
-        changes, state = optimizer.update(gradients, state, parameters)
-        return optax.apply_updates(parameters, changes), state
-
-    def compare_with_labels(parameters: Any, x: jax.Array, y: jax.Array) -> Any:
-        return compute_scores(parameters, x).argmax(axis=1) == y
-
-    return (
-        jax.jit(jax.grad(compute_loss, has_aux=True)),
-        jax.jit(update),
-        jax.jit(compare_with_labels),
-    )
-
-
 def train(
-    strategy: mpistrat.Strategy, choices: JaxSettings, print_text: Callable[[str], None] = print
-) -> JaxResult:
-    """Train on all replicas of `strategy`, and test at the end.
+    strategy: ms.Strategy, choices: JaxSettings, verbose: bool = True
+) -> tuple[Any, ms.History]:
+    """Train on all replicas of `strategy`, and test after every epoch.
 
     Collective: all ranks call it, with the same settings.
+
+    Returns:
+      The parameters, a tree of JAX arrays, on every rank the same; and the curves ``loss`` and
+      ``validation/accuracy`` by epochs.
     """
-    steps_per_epoch = math.ceil(TRAINING_COUNT / choices.batch)
-    learning_rate = optax.linear_schedule(choices.lr, 0.0, choices.epochs * steps_per_epoch)
-    optimizer = optax.sgd(learning_rate, MOMENTUM)
-    gradient, update, compare_with_labels = _jit_functions(NETS[choices.net][1], optimizer)
-
-    def train_step(x: jax.Array, y: jax.Array) -> None:
-        gradients, losses = gradient(model.value["parameters"], x.astype(np.float32), y)
-        gradients = mj.all_reduce("mean", gradients, weight=len(y))
-        parameters, state = update(*model.value.values(), gradients)
-        model.value = {"parameters": parameters, "state": state}
-        loss.update_state(losses)
-
-    def test_step(x: jax.Array, y: jax.Array) -> None:
-        accuracy.update_state(
-            compare_with_labels(model.value["parameters"], x.astype(np.float32), y)
-        )
-
-    images, test_images = map(mpistrat.Dataset, load_images(choices.seed))
-    shuffled = images.shuffle(seed=choices.seed).batch(choices.batch)
-    batches = strategy.experimental_distribute_dataset(shuffled)
+    (x, y), (x_test, y_test) = load_images(choices.seed)
+    images = ms.Dataset((x.astype(np.float32), y)).shuffle(seed=choices.seed)
+    test_images = ms.Dataset((x_test.astype(np.float32), y_test))
+    make_parameters, compute_scores = NETS[choices.net]
+    step_count = choices.epochs * math.ceil(TRAINING_COUNT / choices.batch)
+    optimizer = optax.sgd(optax.linear_schedule(choices.lr, 0.0, step_count), MOMENTUM)
     with strategy.scope():
-        parameters = mj.replicate(NETS[choices.net][0](jax.random.key(choices.seed)))
+        parameters = mj.replicate(make_parameters(jax.random.key(choices.seed)))
         model = mj.TrainState({"parameters": parameters, "state": optimizer.init(parameters)})
-        loss, accuracy, history = Mean("loss"), Mean("accuracy"), mpistrat.History()
-    checkpoint = mpistrat.Checkpoint(model=model, loss=loss, history=history, data=shuffled, step=0)
-    for batch in iterate_remaining(checkpoint, batches, choices, FIXED_SETTINGS, print_text):
-        strategy.run(train_step, args=batch)
-        checkpoint.step += 1
-        if checkpoint.step % steps_per_epoch == 0:
-            epoch = checkpoint.step // steps_per_epoch
-            history.append(epoch, loss=loss.result())
-            loss.reset_state()
-            print_text(f"epoch {epoch} of {choices.epochs}   loss {history.last('loss'):.4f}")
-    for batch in strategy.experimental_distribute_dataset(test_images.batch(choices.batch)):
-        strategy.run(test_step, args=batch)
-    losses = history["loss"][1].tolist()
-    return JaxResult(model.value["parameters"], losses, float(accuracy.result()))
+    train_step, measure_accuracy = make_steps(model, optimizer, compute_scores)
+    kept_names = ("batch", "seed", "lr", "net")
+    history = ms.fit(
+        train_step,
+        images.batch(choices.batch),
+        epochs=choices.epochs,
+        state={"model": model},
+        validate=measure_accuracy,
+        validation_data=test_images.batch(choices.batch),
+        directory=choices.checkpoint or None,
+        settings={name: getattr(choices, name) for name in kept_names},
+        strategy=strategy,
+        verbose=verbose,
+    )
+    return model.value["parameters"], history
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the program; return its exit code, the same on every rank."""
-    parser = argparse.ArgumentParser(
-        prog="python -m mpistrat.examples.digits_jax",
-        description="Train a classifier of handwritten digits with JAX, on one rank or on many.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
-    parser.add_argument("--epochs", type=int, help="times over the images")
-    parser.add_argument("--batch", type=int, help="images in a whole batch")
-    parser.add_argument("--seed", type=int, help="of test set, start and order")
-    parser.add_argument("--lr", type=float, help="learning rate at the beginning")
-    parser.add_argument("--checkpoint", help="directory of checkpoints, from which it continues")
-    parser.add_argument("--net", choices=NETS, help="layers: dense ones, or convolutions")
-    parser.set_defaults(**JaxSettings()._asdict())
-    choices = JaxSettings(**vars(parser.parse_args(argv)))
-    strategy = mpistrat.MirroredStrategy()
-
-    def print_on_replica0(text: str) -> None:
-        if strategy.rank == 0:
-            print(text, flush=True)
-
-    result = train(strategy, choices, print_on_replica0)
-    call_on_replica0(strategy, print, f"test accuracy {result.accuracy:.4f}")
+    choices = parse_settings(JaxSettings, "mpistrat.examples.digits_jax", str(__doc__), argv)
+    strategy = ms.MirroredStrategy()
+    _, history = train(strategy, choices)
+    strategy.print(f"test accuracy {history.last('validation/accuracy'):.4f}")
     return 0
 
 

@@ -3,78 +3,67 @@
     python -m mpistrat.examples.language_model_torch
     mpistrat run -n 2 -m mpistrat.examples.language_model_torch --checkpoint run
 
-The text, the evaluation and what is written are those of `mpistrat.examples.text`; model and loop
-are PyTorch. Start it again with the same ``--checkpoint``, at any number of ranks, and it continues
-where the last start stopped, and further with more ``--steps``; the losses are the same at every
-number of ranks, to rounding.
+The text is that of `mpistrat.examples.text`; model and step are PyTorch. Start it again with the
+same ``--checkpoint``, at any number of ranks, and it continues where the last start stopped, and
+further with more ``--steps``; the losses are the same at every number of ranks, to rounding.
 """
 
 from __future__ import annotations
 
-import argparse
+import functools
 import sys
-import time
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any, NamedTuple
+from dataclasses import asdict, dataclass
+from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional
 
 import mpistrat as ms
 import mpistrat.torch as mt
-from mpistrat.examples import text
-from mpistrat.examples.settings import ProgressBar, parse_options, restore_run, saving_before_end
+from mpistrat.examples import text, text_data
+from mpistrat.examples.settings import option, parse_settings
 
-__all__ = ["TransformerResult", "TransformerSettings", "main", "train"]
-
-
-class TransformerSettings(NamedTuple):
-    """The options of the program; `OPTION_HELP` explains each."""
-
-    steps: int = 400
-    batch: int = 32
-    length: int = 128
-    channels: int = 128
-    heads: int = 4
-    layers: int = 3
-    lr: float = 2e-3
-    every: int = 50
-    seed: int = 0
+__all__ = ["Transformer", "TransformerSettings", "main", "measure_loss", "train", "train_step"]
 
 
-OPTION_HELP = {
-    "steps": "updates of the weights",
-    "batch": "pieces of text in a global batch",
-    "length": "symbols in a piece of text, and how far back the model looks",
-    "channels": "width of the model, a multiple of the heads",
-    "heads": "of attention, in each layer",
-    "layers": "of the model",
-    "lr": "largest learning rate, after a tenth of the steps; it ends at a tenth of it",
-    "every": "updates between two evaluations; after each, a checkpoint is saved",
-    "seed": "of the first weights, the order of the pieces and the text that is written",
-}
+@dataclass(frozen=True)
+class TransformerSettings:
+    """The options of the program."""
+
+    steps: int = option(400, "updates of the weights")
+    batch: int = option(32, "pieces of text in a global batch")
+    length: int = option(128, "symbols in a piece of text, and how far back the model looks")
+    channels: int = option(128, "width of the model, a multiple of the heads")
+    heads: int = option(4, "of attention, in each layer")
+    layers: int = option(3, "of the model")
+    lr: float = option(2e-3, "largest learning rate, after a tenth of the updates; it falls")
+    every: int = option(50, "updates between two validations; after each, the run is saved")
+    seed: int = option(0, "of the first weights, the order of the pieces, the text written")
+    checkpoint: str = option("transformer", "directory of the run, from which it continues")
 
 
-FIXED_SETTINGS = ("batch", "length", "channels", "heads", "layers", "lr", "every", "seed")
+def compute_losses(model: Any, batch: torch.Tensor) -> Any:
+    """Return the mean cross-entropy of each piece, (rows,), in nats per symbol."""
+    batch = batch.long()
+    scores = model(batch[:, :-1]).transpose(1, 2)
+    return functional.cross_entropy(scores, batch[:, 1:], reduction="none").mean(1)
 
 
-class TransformerResult(NamedTuple):
-    """The result of training.
+def train_step(model: Any, optimizer: mt.FusedOptimizer, batch: torch.Tensor) -> dict[str, Any]:
+    """Train on this rank's part of a batch, which may be empty; return the loss of each piece."""
+    losses = compute_losses(model, batch)
+    losses.mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return {"loss": losses}
 
-    Attributes:
-      history: At each evaluation, by the updates until then: ``training`` loss since the last
-        evaluation, and loss on the ``held_out`` text, both in nats per symbol.
-      losses: The loss of each update of this start.
-      symbols_per_second: Symbols per second that all ranks together have trained on; 0 without an
-        update.
-    """
 
-    history: ms.History
-    losses: list[float]
-    symbols_per_second: float
+def measure_loss(model: Any, batch: torch.Tensor) -> dict[str, Any]:
+    """Return the loss of each piece of this rank's part of a batch."""
+    with torch.no_grad():
+        return {"loss": compute_losses(model, batch)}
 
 
 class TransformerBlock(nn.Module):
@@ -111,13 +100,13 @@ class Transformer(nn.Module):
         """Make the layers; the first and the last have their weight in common."""
         super().__init__()
         channels = choices.channels
-        self.embedding = nn.Embedding(text.SYMBOL_COUNT, channels)
+        self.embedding = nn.Embedding(text_data.SYMBOL_COUNT, channels)
         self.positions = nn.Parameter(torch.zeros(choices.length, channels))
         self.blocks = nn.Sequential(
             *[TransformerBlock(channels, choices.heads) for _ in range(choices.layers)]
         )
         self.norm = nn.LayerNorm(channels)
-        self.scores = nn.Linear(channels, text.SYMBOL_COUNT, bias=False)
+        self.scores = nn.Linear(channels, text_data.SYMBOL_COUNT, bias=False)
         nn.init.normal_(self.scores.weight, std=0.02)
         self.embedding.weight = self.scores.weight
 
@@ -132,156 +121,49 @@ class Transformer(nn.Module):
 
 
 def make_model(choices: TransformerSettings) -> Transformer:
-    """Return a model with random weights, of the seed of the settings."""
+    """Return a model with random weights."""
     torch.manual_seed(choices.seed)
     return Transformer(choices)
 
 
-def compute_loss(model: Any, batch: torch.Tensor) -> Any:
-    """Return the mean cross-entropy of the symbols that follow, in nats."""
-    batch = batch.long()
-    scores = model(batch[:, :-1])
-    return functional.cross_entropy(scores.flatten(0, 1), batch[:, 1:].flatten())
-
-
-class _Training:
-    """The model and the state of its training. Collective: making it is."""
-
-    def __init__(
-        self,
-        strategy: ms.Strategy,
-        choices: TransformerSettings,
-        directory: Path,
-        dataset: ms.Dataset,
-    ):
-        """Make the model, and restore the newest checkpoint of the directory."""
-        self.strategy = strategy
-        self.model = mt.replicate(make_model(choices), strategy)
-        warm_up_steps = max(choices.steps // 10, 1)
-        decay = ms.optim.Cosine(choices.lr, max(choices.steps - warm_up_steps, 1), choices.lr / 10)
-        self.optimizer = mt.FusedOptimizer(
-            self.model,
-            ms.optim.AdamW(
-                ms.optim.WarmUp(decay, warm_up_steps),
-                beta_2=0.98,
-                clip=ms.optim.ClipByGlobalNorm(1.0),
-            ),
-        )
-        with strategy.scope():
-            self.history = ms.History()
-        checkpoint = ms.Checkpoint(
-            model=self.model, optimizer=self.optimizer, history=self.history, data=dataset, step=0
-        )
-        self.manager = ms.CheckpointManager(
-            checkpoint, directory, max_to_keep=3, every=f"{choices.every} steps"
-        )
-        self.is_continued = restore_run(
-            self.manager, {name: getattr(choices, name) for name in FIXED_SETTINGS}
-        )
-
-    @property
-    def update_count(self) -> int:
-        """How many updates were made, in all starts together."""
-        return int(self.optimizer.optimizer.iterations)
-
-    def compute_means(self, losses: Sequence[tuple[float, int]]) -> list[float]:
-        """Return the means over the rows of all ranks, of losses and rows of this one."""
-        pairs = np.array(
-            [(loss * row_count if row_count else 0.0, row_count) for loss, row_count in losses]
-        )
-        sums = self.strategy.all_reduce("SUM", pairs)
-        means: list[float] = (sums[:, 0] / sums[:, 1]).tolist()
-        return means
-
-    def train_batch(self, batch: torch.Tensor) -> tuple[float, int]:
-        """Train on a batch, and return the loss of this rank's rows, and how many they are."""
-        loss = compute_loss(self.model, batch)
-        loss.backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        self.manager.checkpoint.step = self.update_count
-        return loss.item(), len(batch)
-
-    def compute_test_loss(self, batches: Any) -> float:
-        """Return the mean loss of batches."""
-        with torch.no_grad():
-            batch_losses = [
-                (compute_loss(self.model, batch).item() if len(batch) else 0.0, len(batch))
-                for batch in batches
-            ]
-        sums = np.array([(loss * row_count, row_count) for loss, row_count in batch_losses]).sum(0)
-        total, row_count = self.strategy.all_reduce("SUM", sums)
-        return float(total / row_count)
-
-    def evaluate(self, batch_losses: Sequence[tuple[float, int]], test_batches: Any) -> list[float]:
-        """Record the mean losses in training and on the held-out text.
-
-        Args:
-          batch_losses: The results of `train_batch` since the last evaluation.
-          test_batches: The batches of the held-out text.
-
-        Returns:
-          The loss of each update since the last evaluation.
-        """
-        losses = self.compute_means(batch_losses)
-        test_loss = self.compute_test_loss(test_batches)
-        self.history.append(self.update_count, training=np.mean(losses), held_out=test_loss)
-        return losses
-
-
 def train(
-    strategy: ms.Strategy,
-    choices: TransformerSettings,
-    directory: Path,
-    progress: ProgressBar | None = None,
-) -> TransformerResult:
-    """Train on all ranks of `strategy`, or continue from the checkpoint in `directory`.
+    strategy: ms.Strategy, choices: TransformerSettings, verbose: bool = True
+) -> tuple[Any, ms.History]:
+    """Train on all ranks of `strategy`, or continue the run in ``choices.checkpoint``.
 
     Collective: all ranks call it, with the same settings.
+
+    Returns:
+      The model, and the curves ``loss`` and ``validation/loss`` by updates.
     """
-    return _train(strategy, choices, directory, progress)[0]
-
-
-def _train(
-    strategy: ms.Strategy,
-    choices: TransformerSettings,
-    directory: Path,
-    progress: ProgressBar | None,
-) -> tuple[TransformerResult, Any]:
-    progress = progress or ProgressBar(0, is_shown=False)
-    endless, test_dataset = text.read_datasets(
-        strategy, length=choices.length, batch=choices.batch, seed=choices.seed
+    dataset, held_out_dataset = text_data.read_datasets(
+        strategy, choices.length, choices.batch, choices.seed
     )
-    batches, test_batches = mt.batches(endless, strategy), mt.batches(test_dataset, strategy)
-    training = _Training(strategy, choices, directory, endless)
-    if training.is_continued:
-        progress.print_line(
-            f"continues after update {training.update_count}, as saved in {directory}"
-        )
-    losses: list[float] = []
-    batch_losses: list[tuple[float, int]] = []
-    seconds, symbols_per_second, start_time = 0.0, 0.0, time.perf_counter()
-    with saving_before_end(training.manager):
-        for batch in training.manager.resume(batches):
-            # Asked before the batch is used, which does not count then.
-            if training.update_count >= choices.steps:
-                break
-            batch_losses.append(training.train_batch(batch))
-            progress.advance()
-            if training.update_count % choices.every and training.update_count < choices.steps:
-                continue
-            seconds += time.perf_counter() - start_time
-            losses += training.evaluate(batch_losses, test_batches)
-            batch_losses = []
-            symbols_per_second = len(losses) * choices.batch * choices.length / seconds
-            evaluation = training.history.table()[-1]
-            line = text.format_evaluation(evaluation, choices.steps, symbols_per_second)
-            progress.print_line(line)
-            start_time = time.perf_counter()
-    is_saved = not (training.is_continued or training.update_count % choices.every)
-    if losses and not is_saved:
-        training.manager.save()
-    return TransformerResult(training.history, losses, symbols_per_second), training.model
+    model = mt.replicate(make_model(choices), strategy)
+    warm_up_steps = max(choices.steps // 10, 1)
+    decay_steps = max(choices.steps - warm_up_steps, 1)
+    rate = ms.optim.Cosine(choices.lr, decay_steps, choices.lr / 10)
+    adam = ms.optim.AdamW(
+        ms.optim.WarmUp(rate, warm_up_steps), beta_2=0.98, clip=ms.optim.ClipByGlobalNorm(1.0)
+    )
+    optimizer = mt.FusedOptimizer(model, adam)
+    changeable_names = ("steps", "checkpoint")
+    history = ms.fit(
+        functools.partial(train_step, model, optimizer),
+        mt.batches(dataset, strategy),
+        steps=choices.steps,
+        state={"model": model, "optimizer": optimizer},
+        validate=functools.partial(measure_loss, model),
+        validation_data=mt.batches(held_out_dataset, strategy),
+        validate_every=f"{choices.every} steps",
+        directory=choices.checkpoint,
+        settings={
+            name: value for name, value in asdict(choices).items() if name not in changeable_names
+        },
+        strategy=strategy,
+        verbose=verbose,
+    )
+    return model, history
 
 
 def generate_symbols(
@@ -300,38 +182,19 @@ def generate_symbols(
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the program; return its exit code, the same on every rank."""
-    parser = argparse.ArgumentParser(
-        prog="python -m mpistrat.examples.language_model_torch",
-        description="Train a transformer on Python's source text, on one rank or on many.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
-    for name, default in TransformerSettings()._asdict().items():
-        parser.add_argument(
-            f"--{name}", type=type(default), default=default, help=OPTION_HELP[name]
-        )
-    option_values, output_directory, checkpoint_directory = parse_options(
-        parser, "transformer", argv
-    )
-    choices, strategy = (TransformerSettings(**option_values), ms.MultiWorkerMirroredStrategy())
-    strategy.run(text.check_packages)
-    with ProgressBar(choices.steps, strategy.rank == 0) as progress:
-        result, model = _train(strategy, choices, checkpoint_directory, progress)
-    text.draw_curves(result.history, output_directory / "curve.png")
-    if strategy.rank == 0:
-        print_report(result, model, choices, output_directory / "curve.png")
+    module = "mpistrat.examples.language_model_torch"
+    choices = parse_settings(TransformerSettings, module, str(__doc__), argv)
+    strategy = ms.MultiWorkerMirroredStrategy()
+    model, history = train(strategy, choices)
+    if strategy.is_chief:
+        prompt = text_data.encode_text(text.PROMPT)
+        symbols = generate_symbols(model, prompt, 400, choices.seed)
+        print(f"\n{text_data.decode_symbols(symbols)}\n")
+    last_loss = history.last("validation/loss")
+    strategy.print(text.format_report(last_loss, history, choices.batch * choices.length))
+    strategy.print(f"ranks               {strategy.num_replicas_in_sync}")
+    strategy.print(f"directory           {choices.checkpoint}")
     return 0
-
-
-def print_report(
-    training_result: TransformerResult, model: Any, choices: TransformerSettings, picture_path: Path
-) -> None:
-    """Let the model write, and print the summary."""
-    last_loss = training_result.history.last("held_out")
-    symbols = generate_symbols(model, text.encode_text(text.PROMPT), 400, choices.seed)
-    print(f"\n{text.decode_symbols(symbols)}\n")
-    print(f"held-out loss       {last_loss:.4f} nats per symbol")
-    print(f"symbols per second  {training_result.symbols_per_second:,.0f}")
-    print(f"picture             {picture_path}", flush=True)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ import pytest
 
 import mpistrat as ms
 from mpistrat.config import launched_by
-from mpistrat.examples import digits
 from mpistrat.launch.drill import Drill, play_drill
 
 JOB = str(Path(__file__).parent / "programs" / "drilled_job.py")
@@ -95,9 +94,6 @@ def test_twenty_interruptions(number, words, tmp_path):
 
 
 @pytest.mark.nightly
-@pytest.mark.skipif(
-    "--checkpoint" not in Path(digits.__file__).read_text(), reason="digits does not save yet"
-)
 @pytest.mark.parametrize("seed", range(2))
 def test_digits_after_twenty_kills(seed, tmp_path):
     words = ("-m", "mpistrat.examples.digits", "--epochs", "30", "--checkpoint", "{dir}")

@@ -26,9 +26,10 @@ def test_parameters_and_figures_are_those_of_plain_numpy(world):
     values, history = runpy.run_path(str(PLAIN))["simulate"](
         orders, seed=SHORT.seed, epochs=SHORT.epochs, lr=SHORT.lr, hidden=SHORT.hidden
     )
-    result = train(mpistrat.MirroredStrategy(), SHORT)
-    same(world, result.parameters)
-    for got, want in zip(result.parameters, values, strict=True):
+    model, curves = train(mpistrat.MirroredStrategy(), SHORT, verbose=False)
+    parameters = [variable.numpy() for variable in model]
+    same(world, parameters)
+    for got, want in zip(parameters, values, strict=True):
         np.testing.assert_allclose(got, want, rtol=0, atol=1e-11)
-    got = result.history.table("loss", "accuracy", "test_accuracy")[:, 1:]
+    got = curves.table("loss", "accuracy", "validation/accuracy")[:, 1:]
     np.testing.assert_allclose(got, history, rtol=0, atol=1e-11)

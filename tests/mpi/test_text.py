@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import runpy
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 import mpistrat as ms
-from mpistrat.examples import text
+from mpistrat.examples import text, text_data
 from mpistrat.testing import same
 
 PLAIN = Path(__file__).parents[1] / "unit" / "examples" / "plain_text.py"
@@ -19,20 +20,23 @@ pytestmark = pytest.mark.mpi
 
 
 def test_weights_and_figures_are_those_of_plain_numpy(world, tmp_path, monkeypatch):
-    monkeypatch.setattr(text, "TRAINING_MODULES", ("queue", "sched"))
-    monkeypatch.setattr(text, "HELD_OUT_MODULES", ("this",))
+    monkeypatch.setattr(text_data, "TRAINING_MODULES", ("queue", "sched"))
+    monkeypatch.setattr(text_data, "HELD_OUT_MODULES", ("this",))
     strategy = ms.MirroredStrategy()
     directory = Path(world.bcast(str(tmp_path)))
-    training = text.read_pieces(strategy, text.TRAINING_MODULES, SHORT.length)
-    held_out = text.read_pieces(strategy, text.HELD_OUT_MODULES, SHORT.length)
+    training = text_data.read_pieces(strategy, text_data.TRAINING_MODULES, SHORT.length)
+    held_out = text_data.read_pieces(strategy, text_data.HELD_OUT_MODULES, SHORT.length)
     order = ms.Dataset(np.arange(len(training))).shuffle(seed=SHORT.seed).repeat().batch(3)
     batches = (training[rows] for rows in order)
     weights, history = runpy.run_path(str(PLAIN))["simulate"](
-        SHORT, text.SYMBOL_COUNT, batches, held_out
+        SHORT, text_data.SYMBOL_COUNT, batches, held_out
     )
+    settings = replace(SHORT, checkpoint=str(directory))
     for _ in range(2):  # the second time it is restored
-        result = text.train(strategy, SHORT, directory)
-        same(world, [result.history.table(), result.weights])
-        np.testing.assert_allclose(result.history.table(), history, rtol=1e-9)
+        averages, curves = text.train(strategy, settings, verbose=False)
+        trained_weights = {name: value.numpy() for name, value in averages.items()}
+        table = curves.table("loss", "validation/loss") / [SHORT.accumulate, 1, 1]
+        same(world, [table, trained_weights])
+        np.testing.assert_allclose(table, history, rtol=1e-9)
         for name, value in weights.items():
-            np.testing.assert_allclose(result.weights[name], value, rtol=0, atol=1e-9)
+            np.testing.assert_allclose(trained_weights[name], value, rtol=0, atol=1e-9)

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from mpistrat.examples.settings import ProgressBar
+from mpistrat.training.progress import ProgressBar
 
 
 class Terminal(io.StringIO):
