@@ -26,6 +26,8 @@ class VariableRegistry:
     Attributes:
       created_count: How many were created; equal on all ranks.
       has_warned: There was a warning of unequal initial values; equal on all ranks.
+      warned_names: Names of values in checkpoints of which there was a warning that they differ;
+        equal on all ranks.
       variables_by_number: The mirrored variables by number, as long as they live.
       variables_by_array_id: All variables by the identity of their array, as long as they live.
     """
@@ -34,6 +36,7 @@ class VariableRegistry:
         """Create an empty registry."""
         self.created_count = 0
         self.has_warned = False
+        self.warned_names: set[str] = set()
         self.variables_by_number: WeakValueDictionary[int, Any] = WeakValueDictionary()
         self.variables_by_array_id: WeakValueDictionary[int, Any] = WeakValueDictionary()
 
