@@ -202,7 +202,7 @@ def warn_differing_cells(lockstep: Lockstep, call: str, digests: Mapping[str, by
         first_rank=lockstep.ranks[0],
         ranks=ranks_text(sorted(differing_ranks)),
     )
-    warn(lockstep, call, text, stacklevel=get_program_stacklevel())
+    warn(lockstep, call, text, stacklevel=1 + get_program_stacklevel())
 
 
 def _validate_save(

@@ -111,9 +111,9 @@ def find_call_site() -> str:
 
 
 def get_program_stacklevel() -> int:
-    """Return the ``stacklevel`` for a warning at the program's line, counted from `guards.warn`."""
+    """Return the ``stacklevel`` with which the caller warns at the line of the program."""
     frame: FrameType | None = sys._getframe(1)
-    level = 2  # the caller
+    level = 1
     while frame is not None and is_library_file(frame.f_code.co_filename):
         frame, level = frame.f_back, level + 1
     return level

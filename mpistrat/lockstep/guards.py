@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections import Counter
 from typing import Any, final
-from weakref import WeakValueDictionary
+from weakref import ReferenceType, WeakValueDictionary
 
 from mpistrat.arrays import digest
 from mpistrat.comm import callsite
@@ -28,6 +28,9 @@ class VariableRegistry:
       has_warned: There was a warning of unequal initial values; equal on all ranks.
       warned_names: Names of values in checkpoints of which there was a warning that they differ;
         equal on all ranks.
+      creations: For lines of replica code that have created variables in runs one after the other:
+        the number of the last run, and a weak reference to the first variable.
+      has_warned_repeated: There was a warning of such a line.
       variables_by_number: The mirrored variables by number, as long as they live.
       variables_by_array_id: All variables by the identity of their array, as long as they live.
     """
@@ -37,6 +40,8 @@ class VariableRegistry:
         self.created_count = 0
         self.has_warned = False
         self.warned_names: set[str] = set()
+        self.creations: dict[str, tuple[int, ReferenceType[Any]]] = {}
+        self.has_warned_repeated = False
         self.variables_by_number: WeakValueDictionary[int, Any] = WeakValueDictionary()
         self.variables_by_array_id: WeakValueDictionary[int, Any] = WeakValueDictionary()
 
@@ -141,6 +146,33 @@ def warn_initial_values(
         "Values that differ on purpose, such as random ones, need names too. This is said once."
     )
     warn(lockstep, "Variable", text, stacklevel=5)
+
+
+def warn_repeated_creation(lockstep: Lockstep, variable: Any) -> None:
+    """Warn once of a line of replica code that creates a variable in each run, to drop it then.
+
+    Not collective: replica 0 warns. Where warnings are errors, the caller raises on the others.
+
+    Args:
+      lockstep: The ranks.
+      variable: The new variable.
+    """
+    registry = lockstep.session.get_instance(VariableRegistry)
+    position, step_count = callsite.find_call_site(), lockstep.state.step_count
+    last_step, reference = registry.creations.get(position, (None, None))
+    if reference is None or last_step not in (step_count, step_count - 1):
+        reference = ReferenceType(variable)
+    is_repeated = last_step == step_count - 1 and reference() is None
+    registry.creations[position] = step_count, reference
+    if is_repeated and not registry.has_warned_repeated:
+        registry.has_warned_repeated = True
+        if lockstep.comm.rank == 0:
+            text = (
+                f"{position} creates variable {variable.name!r} anew in each run of replica code, "
+                "and the first one is gone: what a step has learned is lost. Create it once, "
+                "before the loop and in strategy.scope(), and use it in the function of run."
+            )
+            warnings.warn(text, stacklevel=callsite.get_program_stacklevel())
 
 
 def compare_batches(lockstep: Lockstep, stacklevel: int) -> None:
