@@ -557,7 +557,68 @@ ms.fit(step, data, epochs=1, state=state, strategy=strategy, verbose=False)  # h
 }
 
 
-# Those that only jobs of MPI show.
+# Programs that look like mistakes and are none: nothing is seen.
+RIGHT = {
+    "a step": f"""{MODEL}{STEP}
+{LOOP}
+    strategy.run(step, args=batch)
+""",
+    "an update outside of run, by the gradient of all": f"""{MODEL}{STEP}
+for batch in dataset:
+    pass
+for _ in range(3):
+    step(x, y)
+""",
+    "layers that the first run creates": f"""{HEAD}
+strategy = ms.MirroredStrategy()
+for trial in range(2):  # the second one drops the model of the first
+    model = []
+    def step():
+        if not model:
+            model.extend(ms.Variable(np.zeros(3), name=f"w{{i}}") for i in range(3))
+        model[0].assign_add(np.ones(3))
+    for _ in range(3):
+        strategy.run(step)
+""",
+    "variables that the program keeps": f"""{HEAD}
+strategy, kept = ms.MirroredStrategy(), []
+for _ in range(4):
+    strategy.run(lambda: kept.append(ms.Variable(np.zeros(3), name="w")))
+""",
+    "batches of other lengths in a list": f"""{HEAD}
+batches = [np.zeros((4, 2)), np.zeros((4, 5)), np.zeros((1, 3))]
+for batch in ms.Dataset(batches):
+    pass
+""",
+    "a name that is no variable": f"""{MODEL}
+def step(x, y):
+    try:
+        total = total + 1
+    except UnboundLocalError as error:
+        assert "assign_sub" not in str(error)
+{LOOP}
+    strategy.run(step, args=batch)
+""",
+    "a fit that is continued": f"""{MODEL}{STEP}
+def train(batch):
+    step(*batch)
+    return {{"loss": batch[1]}}
+weights = np.zeros(3)  # equal on all ranks
+for epochs in (1, 1, 2):
+    ms.fit(train, dataset, epochs=epochs, state={{"w": w, "rest": [weights]}}, strategy=strategy,
+           directory="run", verbose=False)
+""",
+    "a fit of an array that all ranks write alike": f"""{HEAD}
+strategy = ms.MirroredStrategy()
+w = np.zeros(())
+def step(x):
+    w[...] += ms.get_replica_context().all_reduce("mean", x.sum(), weight=len(x))
+    return {{"loss": x}}
+data = ms.Dataset(np.arange(8.0)).batch(3)
+ms.fit(step, data, epochs=1, state={{"w": w}}, strategy=strategy, verbose=False)
+""",
+}
+# Mistakes that only jobs of MPI show.
 JOB_MISTAKES = {
     "a call of MPI on rank 0": Mistake(
         f"""{HEAD}
@@ -601,6 +662,31 @@ def marked_lines(source):
     return {number for number, line in enumerate(source.splitlines(), 1) if "# here" in line}
 
 
+def run_program(source, size):
+    """Run a program on ranks that are threads; return the errors by rank, and the warnings."""
+    code = compile(source, "newcomer.py", "exec")
+    linecache.cache["newcomer.py"] = len(source), None, source.splitlines(True), "newcomer.py"
+    errors = {}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("ignore")
+        warnings.simplefilter("always", UserWarning)
+        try:
+            run_ranks(lambda comm: exec(code, {"__name__": "__main__"}), size)
+        except RanksFailed as failure:
+            errors = failure.errors
+    return errors, caught
+
+
+@pytest.mark.beside
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("name", RIGHT)
+def test_a_right_program_sees_nothing(name, size, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    errors, caught = run_program(RIGHT[name].lstrip(), size)
+    assert errors == {}
+    assert [str(warning.message) for warning in caught] == []
+
+
 @pytest.mark.beside
 @pytest.mark.parametrize("name", MISTAKES)
 def test_a_mistake_is_named_with_its_line_and_cure(name, tmp_path, monkeypatch):
@@ -609,16 +695,7 @@ def test_a_mistake_is_named_with_its_line_and_cure(name, tmp_path, monkeypatch):
         pytest.importorskip("torch", reason="wants PyTorch: pip install 'mpistrat[torch]'")
     monkeypatch.chdir(tmp_path)
     source = mistake.program.lstrip()
-    code = compile(source, "newcomer.py", "exec")
-    linecache.cache["newcomer.py"] = len(source), None, source.splitlines(True), "newcomer.py"
-    errors = {}
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("ignore")
-        warnings.simplefilter("always", UserWarning)
-        try:
-            run_ranks(lambda comm: exec(code, {"__name__": "__main__"}), mistake.size)
-        except RanksFailed as failure:
-            errors = failure.errors
+    errors, caught = run_program(source, mistake.size)
     if issubclass(mistake.seen, Warning):
         assert errors == {}
         (warning,) = caught
