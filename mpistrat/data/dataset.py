@@ -671,7 +671,8 @@ class Dataset:
         """Iterate over the whole elements of the next epoch; nothing is divided."""
         elements = self._pipeline.iterate_elements(draw_seeds(self._seed_count), (self.epoch,))
         self.begin_after(self.epoch)
-        return DatasetIterator(prefetch_elements(elements, self._prefetch_depth), self.element_spec)
+        prefetched = prefetch_elements(elements, self._prefetch_depth)
+        return DatasetIterator(prefetched, self.element_spec, self._pipeline.digest_source)
 
     def _iterate_lazy_batches(self, epoch: int, seeds: Sequence[int]) -> Iterator[LazyBatch]:
         """Iterate over the global batches of one epoch, not read yet; each replica reads its part.

@@ -13,10 +13,11 @@ from mpistrat.errors import DivergenceError
 from mpistrat.lockstep.handshake import Lockstep
 
 _SAME_BATCHES = (
-    "run: all {count} replicas were given the same batch, of a Dataset that is not distributed: "
-    "each does all of the work, and a sum over the replicas counts every row {count} times. Loop "
-    "over strategy.experimental_distribute_dataset(dataset), which gives each replica its rows."
+    "run: all {count} replicas were given {subject}, of a Dataset that is not distributed: each "
+    "does all of the work, and a sum over the replicas counts every row {count} times. Loop over "
+    "strategy.experimental_distribute_dataset(dataset), which gives each replica its rows."
 )
+_DIGEST_NBYTES = 16  # bytes of the digest of a batch, which that of the dataset's rows follows
 
 
 @final
@@ -187,9 +188,13 @@ def compare_batches(lockstep: Lockstep, stacklevel: int) -> None:
     state = lockstep.state
     state.needs_comparison, state.has_compared_batches = False, True
     call = "compare batches of a dataset that is not distributed"
-    digests = set(lockstep.gather_payloads(call, state.run.batch_digest))
-    if len(digests) == 1 and b"" not in digests:
-        text = _SAME_BATCHES.format(count=lockstep.comm.size)
+    digests = lockstep.gather_payloads(call, state.run.batch_digest)
+    batch_digests = {rank_digest[:_DIGEST_NBYTES] for rank_digest in digests}
+    source_digests = {rank_digest[_DIGEST_NBYTES:] for rank_digest in digests}
+    is_same_batch = len(batch_digests) == 1 and b"" not in batch_digests
+    if is_same_batch or (len(source_digests) == 1 and b"" not in source_digests):
+        subject = "the same batch" if is_same_batch else "batches of the same rows, in other orders"
+        text = _SAME_BATCHES.format(count=lockstep.comm.size, subject=subject)
         warn(lockstep, "run", text, stacklevel=stacklevel)
 
 

@@ -104,6 +104,14 @@ for batch in dataset:
         UserWarning,
         r"same batch.*Loop over strategy\.experimental_distribute_dataset",
     ),
+    "the dataset is not distributed and shuffled without a seed": Mistake(
+        f"""{MODEL.replace("seed=1", "")}{STEP.replace("  # here", "")}
+for batch in dataset:
+    strategy.run(step, args=batch)  # here
+""",
+        UserWarning,
+        r"batches of the same rows.*Loop over strategy\.experimental_distribute_dataset",
+    ),
     "no scope": Mistake(
         f"""{HEAD}
 strategy = ms.MirroredStrategy()
@@ -568,6 +576,10 @@ for batch in dataset:
     pass
 for _ in range(3):
     step(x, y)
+""",
+    "orders of the ranks on purpose": f"""{MODEL.replace("seed=1", "seed=strategy.rank")}{STEP}
+for batch in dataset:
+    strategy.run(step, args=batch)
 """,
     "layers that the first run creates": f"""{HEAD}
 strategy = ms.MirroredStrategy()
