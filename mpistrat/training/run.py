@@ -359,7 +359,8 @@ class TrainingLoop:
 
     def _close_row(self) -> None:
         """Append a row to the history: means of the steps since the last, and the validation."""
-        if self._state_check is not None:
+        has_steps = self.run.step > self._row_step  # not where a start ended before its row
+        if self._state_check is not None and has_steps:
             self._state_check.warn()
             self._state_check = None
         interval = self._options.validate_every

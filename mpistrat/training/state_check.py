@@ -22,9 +22,8 @@ _UNCHANGED = (
     "copy, and `w = w - x` makes w the name of a new array."
 )
 _REPLACED = (
-    "fit: {names} of the state was a variable when the run began, and an array has its place: "
-    "`model['w'] = w - x` writes to no variable. Write by optimizer.apply_gradients, "
-    "w.assign_sub(x) or w.assign(x)."
+    "fit: arrays have taken the place of variables in the state, {names}: `model['w'] = w - x` "
+    "writes to no variable. Write by optimizer.apply_gradients, w.assign_sub(x) or w.assign(x)."
 )
 
 

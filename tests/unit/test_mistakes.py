@@ -159,7 +159,7 @@ def step(batch):
 ms.fit(step, dataset, epochs=2, state=model, strategy=strategy, verbose=False)  # here
 """,
         UserWarning,
-        r"'w' of the state was a variable.*Write by optimizer\.apply_gradients",
+        r"the place of variables in the state, 'w':.*Write by optimizer\.apply_gradients",
     ),
     "a write to a copy": Mistake(
         f"""{MODEL}
