@@ -255,13 +255,12 @@ ADVICE_BY_NAME = {f"tf.{name}": advice for advice, names in _ADVICE_ROWS for nam
 # Names that other libraries have for members of strategies and replica contexts.
 STRATEGY_REPLACEMENTS = {
     **dict.fromkeys(
-        ("size", "world_size", "num_replicas", "num_ranks", "Get_size"),
-        "strategy.num_replicas_in_sync",
+        ("world_size", "num_replicas", "num_ranks", "Get_size"), "strategy.num_replicas_in_sync"
     ),
     **dict.fromkeys(
         ("replica_id", "replica_id_in_sync_group", "get_rank", "Get_rank"), "strategy.rank"
     ),
-    **dict.fromkeys(("is_chief", "is_main_process", "is_master"), "strategy.rank == 0"),
+    **dict.fromkeys(("is_main_process", "is_master"), "strategy.is_chief"),
     **dict.fromkeys(("barrier", "Barrier"), "strategy.group(None), which waits for all ranks"),
     **dict.fromkeys(("bcast", "Bcast"), "strategy.broadcast(tree)"),
     **dict.fromkeys(("allreduce", "Allreduce"), 'strategy.all_reduce("sum", value)'),
@@ -287,6 +286,13 @@ CONTEXT_REPLACEMENTS = {
 }
 
 
+_REBINDING_HINT = "is a variable outside of this function"
+# NumPy's texts about a write to a read-only array.
+_READ_ONLY_TEXTS = ("output array is read-only", "assignment destination is read-only")
+_READ_ONLY_HINT = (
+    "The array of a variable is read-only: write by w.assign(x), w.assign_sub(x), w.assign_add(x), "
+    "or compute with a copy, w.numpy()."
+)
 _NO_CONTEXT_TEXT = (
     "get_replica_context() is None in cross-replica code: in a scope, in a merge_fn, in a function "
     "given to update. Call {} in the function that Strategy.run calls; in cross-replica code, "
@@ -307,12 +313,17 @@ def explain_missing_attribute(error: BaseException, is_cross_replica: bool) -> N
 
     That has to be None in cross-replica code, as programs for tf.distribute ask whether it is, and
     tensors are arrays. So Python raises, and what there is to say is added when the error leaves
-    a function or a scope, or ends the program.
+    a function or a scope, or ends the program. So it is where a function rebinds the name of a
+    variable.
 
     Args:
       error: The error; its text changes.
       is_cross_replica: The code that raised it is cross-replica code.
     """
+    if isinstance(error, UnboundLocalError):
+        _explain_rebinding(error)
+    if type(error) is ValueError and str(error) in _READ_ONLY_TEXTS:
+        error.args = (f"{error}\n  {_READ_ONLY_HINT}",)
     if not isinstance(error, AttributeError) or (error.obj is None and not is_cross_replica):
         return
     for classes, path, text in _CLASS_ROWS:
@@ -323,6 +334,27 @@ def explain_missing_attribute(error: BaseException, is_cross_replica: bool) -> N
                 error.args = (f"{error}\n  {hint}",)
                 error.name = None  # of which Python would guess what was meant
             return
+
+
+def _explain_rebinding(error: UnboundLocalError) -> None:
+    """Add to the error of ``w = w - x`` in a function how to write to the variable `w`."""
+    if _REBINDING_HINT in str(error):
+        return
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    frame = None if trace is None else trace.tb_frame
+    name = str(error).partition("'")[2].partition("'")[0]
+    while frame is not None:
+        value = frame.f_locals.get(name, frame.f_globals.get(name))
+        if isinstance(value, DistributedVariable):
+            error.args = (
+                f"{error}\n  {name!r} {_REBINDING_HINT}, where an assignment makes a local name of "
+                f"it. Write {name}.assign_sub(x), {name}.assign_add(x) or "
+                f"{name}.assign({name} - x), or let optimizer.apply_gradients write.",
+            )
+            return
+        frame = frame.f_back
 
 
 def refuse_name(owner: object, name: str, is_context: bool) -> Any:

@@ -219,6 +219,10 @@ class Checkpoint(tree.NestedTrees):
     Raises:
       ValueError: A name is that of a method, or begins with an underscore.
 
+    Warns:
+      UserWarning: At a save, once for each value: an array, a module or an optimizer of PyTorch, or
+        a variable that was made outside of a scope differs between ranks.
+
     Like: ``tf.train.Checkpoint``.
 
     Example:

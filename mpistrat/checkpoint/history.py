@@ -57,6 +57,8 @@ class History:
              [2.        , 0.33333333, 0.9       ]])
     """
 
+    _may_differ_between_ranks = True  # as times do: the file has replica 0's
+
     def __init__(self) -> None:
         """Create one without curves."""
         self._curves: dict[str, tuple[list[int], list[float]]] = {}

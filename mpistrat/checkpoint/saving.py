@@ -19,13 +19,17 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import xxhash
 
+from mpistrat.arrays import digest
 from mpistrat.checkpoint import atomic, claim, files, format, sharded, shares
 from mpistrat.checkpoint.background import BackgroundSaver
 from mpistrat.checkpoint.files import explaining_write_errors, on_replica0
 from mpistrat.checkpoint.format import NO_METRICS
 from mpistrat.checkpoint.shares import SaveRequest
 from mpistrat.checkpoint.values import VALUES_NAME, Cell, make_partial_cells
+from mpistrat.comm.callsite import get_program_stacklevel, ranks_text, shorten
+from mpistrat.lockstep.guards import VariableRegistry, warn
 from mpistrat.lockstep.handshake import Lockstep
 from mpistrat.variables import on_read
 from mpistrat.variables.variable import Variable
@@ -37,6 +41,14 @@ _TEXT_LENGTH = 2000
 # strategy.
 _NEWEST_NUMBERS: dict[str, int] = {}
 _UNKNOWN = -1
+_MAX_NAMES = 4
+_DIFFERING_CELLS = (
+    "{call}: on {ranks} {names} {verb} from rank {first_rank}, whose values are saved; a restore "
+    "gives them to all ranks. No strategy keeps these values equal, so each rank may train a model "
+    "of its own. Modules of PyTorch: call mpistrat.torch.replicate(model, strategy) before the "
+    "first step. Arrays: begin by strategy.broadcast(tree, out=tree), and reduce gradients by "
+    "ctx.all_reduce. Variables: create them in strategy.scope(). This is said once for each value."
+)
 
 
 def describe_variables(
@@ -150,6 +162,54 @@ def save_checkpoint(
     return chosen_number, path, _write_checkpoint(save_request, list_paths)
 
 
+def digest_cells(entries: Mapping[str, Any]) -> dict[str, bytes]:
+    """Return digests of the values that each rank has of its own and that should be equal, by name.
+
+    Numbers and strings are not among them: the text of a save has them.
+
+    Cost: one pass over these values.
+    """
+    return {
+        name: digest([entry.array])
+        for name, entry in entries.items()
+        if isinstance(entry, Cell) and not (entry.may_differ or entry.program_values)
+    }
+
+
+def warn_differing_cells(lockstep: Lockstep, call: str, digests: Mapping[str, bytes]) -> None:
+    """Warn of values that differ between ranks, of each once. Collective.
+
+    Cost: a gather of 16 bytes for each value, and a handshake.
+
+    Args:
+      lockstep: The ranks.
+      call: The call that warns.
+      digests: As `digest_cells` returns them; of the same names on all ranks.
+    """
+    rank_digests = lockstep.gather_texts(b"".join(digests.values()))
+    warned_names = lockstep.session.get_instance(VariableRegistry).warned_names
+    differing_names: list[str] = []
+    differing_ranks: set[int] = set()
+    for index, name in enumerate(digests):
+        column = [text[16 * index : 16 * index + 16] for text in rank_digests]
+        ranks = {r for r, own in zip(lockstep.ranks, column, strict=True) if own != column[0]}
+        if ranks and name not in warned_names:
+            differing_names.append(name)
+            differing_ranks |= ranks
+    if not differing_names:
+        return
+    warned_names.update(differing_names)
+    names_text = ", ".join(shorten([repr(name) for name in differing_names], _MAX_NAMES))
+    text = _DIFFERING_CELLS.format(
+        call=call,
+        names=names_text,
+        verb="differs" if len(differing_names) == 1 else "differ",
+        first_rank=lockstep.ranks[0],
+        ranks=ranks_text(sorted(differing_ranks)),
+    )
+    warn(lockstep, call, text, stacklevel=1 + get_program_stacklevel())
+
+
 def _validate_save(
     lockstep: Lockstep,
     variables_by_name: Mapping[str, Variable | Cell],
@@ -170,14 +230,18 @@ def _validate_save(
         )
         # Arrays that are no variables may have other sizes on other ranks; replica 0's is saved.
         nbytes = sum(variable._storage.array.nbytes for variable in variables_by_name.values())
+        digests = digest_cells(variables_by_name) if lockstep.comm.size > 1 else {}
+        own_digest = xxhash.xxh3_64_intdigest(b"".join(digests.values()))
     payloads = lockstep.gather_payloads(
-        call, f"{known_number} {int(nbytes >= sharded.MIN_DIRECTORY_NBYTES)}".encode()
+        call, f"{known_number} {int(nbytes >= sharded.MIN_DIRECTORY_NBYTES)} {own_digest}".encode()
     )
     numbers_and_kinds = [tuple(map(int, payload.split())) for payload in payloads]
+    if len({rank_digest for *_, rank_digest in numbers_and_kinds}) > 1:
+        warn_differing_cells(lockstep, "Checkpoint.save", digests)
     with lockstep.validating_collectively(f"{call}, parts"):
         variables_by_name = {**variables_by_name, **make_partial_cells(lockstep, variables_by_name)}
     return (
-        max(rank_number for rank_number, _ in numbers_and_kinds),
+        max(rank_number for rank_number, *_ in numbers_and_kinds),
         bool(numbers_and_kinds[0][1]),
         variables_by_name,
     )

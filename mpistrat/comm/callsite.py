@@ -110,6 +110,15 @@ def find_call_site() -> str:
     return _named_call_site.get() or call_site_of(sys._getframe(1))
 
 
+def get_program_stacklevel() -> int:
+    """Return the ``stacklevel`` with which the caller warns at the line of the program."""
+    frame: FrameType | None = sys._getframe(1)
+    level = 1
+    while frame is not None and is_library_file(frame.f_code.co_filename):
+        frame, level = frame.f_back, level + 1
+    return level
+
+
 @final
 class naming_call_site:
     """A context in which messages name `call_site` as the line of the program that makes a call."""

@@ -9,12 +9,12 @@ import itertools
 import numbers
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar, SupportsIndex
+from typing import Any, ClassVar, NoReturn, SupportsIndex
 
 import numpy as np
 
 from mpistrat import pytree
-from mpistrat.arrays import check_bool, check_callable, check_int
+from mpistrat.arrays import check_bool, check_callable, check_int, spec_text
 from mpistrat.data.csv_files import read_csv
 from mpistrat.data.iterators import DatasetIterator, prefetch_elements
 from mpistrat.data.pieces import LazyBatch
@@ -77,8 +77,13 @@ class Dataset:
         "_seed_count",
     )
 
-    def __init__(self, source: Any):
+    def __init__(self, source: Any, *others: NoReturn):
         """Create a dataset of the source; nothing is read but shapes and dtypes."""
+        if others:
+            raise TypeError(
+                f"Dataset takes one source, got {1 + len(others)}. Examples of several arrays are "
+                "a tuple or a dict of them: Dataset((x, y))."
+            )
         if isinstance(source, Dataset):
             raise TypeError("This is a Dataset already; use it directly.")
         _refuse_lists(source)
@@ -666,7 +671,8 @@ class Dataset:
         """Iterate over the whole elements of the next epoch; nothing is divided."""
         elements = self._pipeline.iterate_elements(draw_seeds(self._seed_count), (self.epoch,))
         self.begin_after(self.epoch)
-        return DatasetIterator(prefetch_elements(elements, self._prefetch_depth), self.element_spec)
+        prefetched = prefetch_elements(elements, self._prefetch_depth)
+        return DatasetIterator(prefetched, self.element_spec, self._pipeline.digest_source)
 
     def _iterate_lazy_batches(self, epoch: int, seeds: Sequence[int]) -> Iterator[LazyBatch]:
         """Iterate over the global batches of one epoch, not read yet; each replica reads its part.
@@ -709,7 +715,8 @@ class Dataset:
 
 
 def _refuse_lists(source: object) -> None:
-    """Raise if a list of numbers or texts was given where an array was meant."""
+    """Raise if a list of numbers, texts or different arrays was given where arrays were meant."""
+    _refuse_array_list(source)
     plain_list = _find_number_list(source)
     if plain_list is not None:
         meaning = "an iterable of batches" if isinstance(source, list) else "a tree of its items"
@@ -720,6 +727,19 @@ def _refuse_lists(source: object) -> None:
             f"Dataset got a list of {kind_text}, [{item_texts}]. A list is {meaning} here, and no "
             "array: give np.asarray(list), or call Dataset.from_tensor_slices, which makes arrays "
             "of lists."
+        )
+
+
+def _refuse_array_list(source: object) -> None:
+    """Raise if arrays that cannot be batches of one dataset were given as a list."""
+    if not isinstance(source, list) or not all(isinstance(item, np.ndarray) for item in source):
+        return
+    if len({(array.ndim, array.dtype.kind) for array in source}) > 1:
+        specs = ", ".join(map(spec_text, source[:3])) + (", ..." if len(source) > 3 else "")
+        raise DataError(
+            f"Dataset got a list of arrays that differ in dimensions or kind, {specs}. A list is "
+            "an iterable of batches here. Examples of several arrays are a tuple or a dict of "
+            "them: Dataset((x, y))."
         )
 
 

@@ -12,7 +12,7 @@ import sys
 import threading
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple, NoReturn, SupportsIndex, TypeVar, final
 
 from mpistrat.data.sources import ReadIterator, describe_failure
@@ -138,12 +138,14 @@ class DatasetIterator(ElementIterator):
 
     Attributes:
       element: The last one that it gave.
+      digest_source: Returns a digest of the rows in memory, and of the steps, of the dataset.
     """
 
-    def __init__(self, elements: Iterator[Any], spec: Any):
+    def __init__(self, elements: Iterator[Any], spec: Any, digest_source: Callable[[], bytes]):
         """Create an iterator over `elements`, which look like `spec`."""
         self._elements = elements
         self._spec = spec
+        self.digest_source = digest_source
         self._reference = weakref.ref(self)
         self.element: Any = None
 

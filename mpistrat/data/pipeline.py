@@ -16,7 +16,7 @@ from typing import Any, final
 
 import numpy as np
 
-from mpistrat.arrays import Array, find_array_kind, is_buffer
+from mpistrat.arrays import Array, digest, find_array_kind, is_buffer
 from mpistrat.data.filtered import BatchFilter, RowFilter, RowSelection
 from mpistrat.data.pieces import (
     ExampleReader,
@@ -151,6 +151,11 @@ class Examples:
         maps = [f"Map({get_function_name(fn)})" for fn in self.reader.fns]
         return _join_descriptions(self.reader.array_tree.describe(), maps, self.steps)
 
+    def digest_source(self) -> bytes:
+        """Return a digest of rows and `describe`; empty if rows are not in memory, or filtered."""
+        array_tree = self.reader.array_tree
+        return _digest_source(array_tree.sample_rows(), self.describe(), self.steps)
+
     def add_map(self, fn: MapFn) -> Examples:
         """Return these examples with one more map; arranging and mapping do not interfere."""
         reader = ExampleReader(self.reader.array_tree, (*self.reader.fns, fn))
@@ -253,6 +258,13 @@ class Batches:
             else []
         )
 
+    def digest_source(self) -> bytes:
+        """Return a digest of `sample_rows` and `describe`; empty if functions may drop rows."""
+        if not isinstance(self.batch_source, tuple):
+            return b""
+        steps = (*self.batch_source[0].steps, *self.steps)
+        return _digest_source(self.sample_rows(), self.describe(), steps)
+
     def _make_batches(self, seeds: Seeds, path: EpochPath) -> Iterator[LazyBatch]:
         if not isinstance(self.batch_source, tuple):
             return self._load_batches(self.batch_source)
@@ -274,6 +286,18 @@ class Batches:
 
 def _join_descriptions(source_text: str, maps: list[str], steps: tuple[Step, ...]) -> str:
     return ", ".join([source_text, *maps, *(repr(step) for step in steps)])
+
+
+def _digest_source(sample: list[Array | None], description: str, steps: tuple[Step, ...]) -> bytes:
+    for step in steps:
+        if isinstance(step, RowFilter | BatchFilter) or (
+            isinstance(step, Map) and not step.rowwise
+        ):
+            return b""
+    arrays = [array for array in sample if array is not None and not array.dtype.hasobject]
+    if not any(array.size for array in arrays):
+        return b""
+    return digest([*arrays, np.frombuffer(description.encode(), np.uint8)])
 
 
 def make_pipeline(source: Any) -> Examples | Batches:

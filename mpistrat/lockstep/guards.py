@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections import Counter
 from typing import Any, final
-from weakref import WeakValueDictionary
+from weakref import ReferenceType, WeakValueDictionary
 
 from mpistrat.arrays import digest
 from mpistrat.comm import callsite
@@ -13,10 +13,11 @@ from mpistrat.errors import DivergenceError
 from mpistrat.lockstep.handshake import Lockstep
 
 _SAME_BATCHES = (
-    "run: all {count} replicas were given the same batch, of a Dataset that is not distributed: "
-    "each does all of the work, and a sum over the replicas counts every row {count} times. Loop "
-    "over strategy.experimental_distribute_dataset(dataset), which gives each replica its rows."
+    "run: all {count} replicas were given {subject}, of a Dataset that is not distributed: each "
+    "does all of the work, and a sum over the replicas counts every row {count} times. Loop over "
+    "strategy.experimental_distribute_dataset(dataset), which gives each replica its rows."
 )
+_DIGEST_NBYTES = 16  # bytes of the digest of a batch, which that of the dataset's rows follows
 
 
 @final
@@ -26,6 +27,11 @@ class VariableRegistry:
     Attributes:
       created_count: How many were created; equal on all ranks.
       has_warned: There was a warning of unequal initial values; equal on all ranks.
+      warned_names: Names of values in checkpoints of which there was a warning that they differ;
+        equal on all ranks.
+      creations: For lines of replica code that have created variables in runs one after the other:
+        the number of the last run, and a weak reference to the first variable.
+      has_warned_repeated: There was a warning of such a line.
       variables_by_number: The mirrored variables by number, as long as they live.
       variables_by_array_id: All variables by the identity of their array, as long as they live.
     """
@@ -34,6 +40,9 @@ class VariableRegistry:
         """Create an empty registry."""
         self.created_count = 0
         self.has_warned = False
+        self.warned_names: set[str] = set()
+        self.creations: dict[str, tuple[int, ReferenceType[Any]]] = {}
+        self.has_warned_repeated = False
         self.variables_by_number: WeakValueDictionary[int, Any] = WeakValueDictionary()
         self.variables_by_array_id: WeakValueDictionary[int, Any] = WeakValueDictionary()
 
@@ -140,6 +149,33 @@ def warn_initial_values(
     warn(lockstep, "Variable", text, stacklevel=5)
 
 
+def warn_repeated_creation(lockstep: Lockstep, variable: Any) -> None:
+    """Warn once of a line of replica code that creates a variable in each run, to drop it then.
+
+    Not collective: replica 0 warns. Where warnings are errors, the caller raises on the others.
+
+    Args:
+      lockstep: The ranks.
+      variable: The new variable.
+    """
+    registry = lockstep.session.get_instance(VariableRegistry)
+    position, step_count = callsite.find_call_site(), lockstep.state.step_count
+    last_step, reference = registry.creations.get(position, (None, None))
+    if reference is None or last_step not in (step_count, step_count - 1):
+        reference = ReferenceType(variable)
+    is_repeated = last_step == step_count - 1 and reference() is None
+    registry.creations[position] = step_count, reference
+    if is_repeated and not registry.has_warned_repeated:
+        registry.has_warned_repeated = True
+        if lockstep.comm.rank == 0:
+            text = (
+                f"{position} creates variable {variable.name!r} anew in each run of replica code, "
+                "and the first one is gone: what a step has learned is lost. Create it once, "
+                "before the loop and in strategy.scope(), and use it in the function of run."
+            )
+            warnings.warn(text, stacklevel=callsite.get_program_stacklevel())
+
+
 def compare_batches(lockstep: Lockstep, stacklevel: int) -> None:
     """Warn if all ranks were given the same batch of a dataset that is not distributed, once.
 
@@ -152,9 +188,13 @@ def compare_batches(lockstep: Lockstep, stacklevel: int) -> None:
     state = lockstep.state
     state.needs_comparison, state.has_compared_batches = False, True
     call = "compare batches of a dataset that is not distributed"
-    digests = set(lockstep.gather_payloads(call, state.run.batch_digest))
-    if len(digests) == 1 and b"" not in digests:
-        text = _SAME_BATCHES.format(count=lockstep.comm.size)
+    digests = lockstep.gather_payloads(call, state.run.batch_digest)
+    batch_digests = {rank_digest[:_DIGEST_NBYTES] for rank_digest in digests}
+    source_digests = {rank_digest[_DIGEST_NBYTES:] for rank_digest in digests}
+    is_same_batch = len(batch_digests) == 1 and b"" not in batch_digests
+    if is_same_batch or (len(source_digests) == 1 and b"" not in source_digests):
+        subject = "the same batch" if is_same_batch else "batches of the same rows, in other orders"
+        text = _SAME_BATCHES.format(count=lockstep.comm.size, subject=subject)
         warn(lockstep, "run", text, stacklevel=stacklevel)
 
 

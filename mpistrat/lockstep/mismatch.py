@@ -62,8 +62,27 @@ _BROADCAST_ADVICE = (
     "and dtypes. What replica 0 alone can make: ms.once(fn) calls fn there and returns its result "
     "on all ranks."
 )
+_AXIS_ADVICE = (
+    "\n  Values with an element for each example may differ in length: reduce them with axis=0."
+)
 # The advice for calls that all have one name, by the beginning of the name.
 _ADVICE_BY_NAME = {"Checkpoint": _SAVING_ADVICE, "broadcast": _BROADCAST_ADVICE}
+# Advice where the call of some rank has a text.
+_ADVICE_BY_PART = {
+    "distribute dataset": (
+        "\n  Give all ranks the same dataset, with equal seeds and without shard(): each replica "
+        "gets its rows of every batch. For a dataset of each rank call "
+        "distribute_datasets_from_function."
+    ),
+    ".apply_gradients of all": (
+        "\n  apply_gradients outside of strategy.run takes gradients that are equal on all ranks. "
+        "Call the step by strategy.run(step, args=batch): there the gradients are reduced."
+    ),
+    "run, whose function returned": (
+        "\n  Where the function of run has returned: look for an early `return`, or an `except` "
+        "that hides the error of that rank."
+    ),
+}
 # Hyper-parameters of an optimizer of PyTorch, which a handshake compares.
 _HYPER_PARAMETERS = re.compile(r", after .*?\w+\.param_groups: (.*)")
 _SHOWN_NUMBERS = 4
@@ -180,7 +199,12 @@ def _get_advice(texts: Sequence[str]) -> str:
     names = {"" if ", src=" in text else text.partition("(")[0] for text in texts}
     name = names.pop() if len(names) == 1 else ""
     advice = (text for begin, text in _ADVICE_BY_NAME.items() if name.startswith(begin))
-    return next(advice, _ADVICE + get_saving_advice(texts))
+    parts = (part for part in _ADVICE_BY_PART if any(part in text for text in texts))
+    more_advice = "".join(_ADVICE_BY_PART[part] for part in parts)
+    beginnings = {text.partition(",")[0] for text in texts}  # with the operation
+    if len(beginnings) == 1 and texts[0].startswith("reduce("):
+        more_advice += _AXIS_ADVICE
+    return next(advice, _ADVICE + more_advice + get_saving_advice(texts))
 
 
 def _compare_hyper_parameters(ranks_by_call: Mapping[_ReportedCall, list[int]]) -> list[str]:

@@ -393,6 +393,7 @@ class CallState:
       uneven_batch: The last batch of an iterator, and its leaves, if the replicas have different
         numbers of its rows.
       has_warned_unweighted: There was a warning of a mean without a weight over such a batch.
+      has_warned_whole_batch: There was a warning of a step outside of `run` on a whole batch.
       has_warned_formatted: There was a warning of a value per replica in a text.
       needs_comparison: A rank has asked in the last `compare_payloads` that all ranks compare their
         batches.
@@ -416,6 +417,7 @@ class CallState:
         self.cause_text = ""
         self.uneven_batch: Sequence[Any] = ()
         self.has_warned_unweighted = self.has_warned_formatted = False
+        self.has_warned_whole_batch = False
         self.needs_comparison = self.has_compared_batches = False
         self.batch_search_count = 0
         self.end_broken_call: Callable[[Session, BaseException], None] = lambda session, error: None

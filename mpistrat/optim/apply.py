@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import math
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -18,9 +19,11 @@ import numpy as np
 
 from mpistrat.arrays import Array, quiet
 from mpistrat.comm.base import Comm
+from mpistrat.data.iterators import latest_iterator
 from mpistrat.errors import NonFiniteError
 from mpistrat.lockstep.ending import abort
 from mpistrat.lockstep.guards import warn, warn_unweighted
+from mpistrat.lockstep.handshake import Lockstep
 from mpistrat.optim import passes
 from mpistrat.optim.base import Progress, limit_of
 from mpistrat.optim.fused import GradientTransform
@@ -51,6 +54,11 @@ if TYPE_CHECKING:
 
 __all__ = ["Pairs", "States", "apply", "build", "discard", "flush"]
 
+_WHOLE_BATCH = (
+    "{name}: called outside of strategy.run, on a batch of a Dataset that is not distributed: "
+    "every rank computes all of it. Loop over strategy.experimental_distribute_dataset(dataset), "
+    "and call the step by strategy.run(step, args=batch)."
+)
 # Pairs of gradient and variable.
 Pairs: TypeAlias = Iterable[tuple[Any, Variable]]
 # The state for each strategy.
@@ -97,6 +105,8 @@ def apply(
         if weight is None and lockstep.state.run.has_uneven_rows and mode and mode.replica:
             warn_unweighted(lockstep, name, stacklevel=4)
         is_replica_code = mode is not None and mode.replica is not None
+        if not is_replica_code and latest_iterator.iterator is not None:
+            _warn_whole_batch(lockstep, name)
         gradient_call = validate_gradients(
             state, gradients, listing, weight, is_replica_code=is_replica_code, step=progress.step
         )
@@ -113,6 +123,19 @@ def apply(
     else:
         _finish_zero_weight(state, progress, gradient_call)
     return state.counters["iterations"]
+
+
+def _warn_whole_batch(lockstep: Lockstep, name: str) -> None:
+    """Warn once of a step outside of `run` on a batch of a dataset that is not distributed.
+
+    Not collective: replica 0 warns. Where warnings are errors, the caller raises on the others.
+    """
+    iterator = None if latest_iterator.iterator is None else latest_iterator.iterator()
+    is_first = iterator is not None and not lockstep.state.has_warned_whole_batch
+    if is_first and lockstep.comm.size > 1:
+        lockstep.state.has_warned_whole_batch = True
+        if lockstep.comm.rank == 0:
+            warnings.warn(_WHOLE_BATCH.format(name=name), stacklevel=4)
 
 
 def flush(optimizer: OptimizerSettings, state: State) -> None:
@@ -184,7 +207,10 @@ def _find_state(
             check_variable(strategy, variable, name, "(gradient, variable)")
         refuse_duplicates(name, variables)
         if all(gradient is None for gradient in gradients):
-            raise ValueError(f"{name}: no gradient for any variable (was a zip used twice?).")
+            cause = (
+                "each is None. Compute them in the step" if gradients else "was a zip used twice?"
+            )
+            raise ValueError(f"{name}: no gradient for any variable: {cause}.")
     state = state or build(optimizer, states, variables)
     return state, state.record_list(variables)
 

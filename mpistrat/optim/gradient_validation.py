@@ -211,7 +211,7 @@ def _validate_each(
             type(gradient) is not np.ndarray
             or (gradient.dtype, gradient.shape) != target.dtype_and_shape
         ):
-            valid_gradient = _convert_gradient(name, gradient, target, state.optimizer)
+            valid_gradient = _convert_gradient(name, gradient, target, state)
         is_sparse = type(valid_gradient) is IndexedSlices
         (sparse_targets if is_sparse else dense_targets).append(target)
         (sparse if is_sparse else dense).append(valid_gradient)
@@ -264,13 +264,13 @@ def _check_count(state: State, name: str, dense_count: int, sparse_count: int) -
 
 
 def _convert_gradient(
-    name: str, gradient: object, target: Target, optimizer: OptimizerSettings
+    name: str, gradient: object, target: Target, state: State
 ) -> Array | IndexedSlices:
     if isinstance(gradient, DistributedValues):
         gradient = gradient.local
     if isinstance(gradient, IndexedSlices):
-        return _convert_rows(name, gradient, target, optimizer)
-    return _convert_dense(name, gradient, target.variable)
+        return _convert_rows(name, gradient, target, state.optimizer)
+    return _convert_dense(name, gradient, target.variable, state)
 
 
 def _get_comparable_contents(name: str, gradient: object, variable: Variable) -> Array | bytes:
@@ -291,14 +291,25 @@ def _get_comparable_contents(name: str, gradient: object, variable: Variable) ->
     return as_array(gradient, f"the gradient of {variable._label}")
 
 
-def _convert_dense(name: str, gradient: object, variable: Variable) -> Array:
+def _convert_dense(name: str, gradient: object, variable: Variable, state: State) -> Array:
     array = _convert_dtype(name, as_array(gradient, f"the gradient of {variable._label}"), variable)
     if array.shape != variable.shape:
         raise StructureError(
             f"{name}: the gradient of {variable._label} has shape {array.shape}; expected that of "
-            f"the variable, {variable.shape}."
+            f"the variable, {variable.shape}.{_suggest_variable(array, variable, state)}"
         )
     return array
+
+
+def _suggest_variable(gradient: Array, variable: Variable, state: State) -> str:
+    """Return what may be wrong with a gradient of another shape; empty if nothing is known."""
+    if gradient.size == variable._storage.array.size:
+        return f" Reshape it: gradient.reshape({variable.shape})."
+    others = (target.variable for target in state.targets.values())
+    labels = [other._label for other in others if other.shape == gradient.shape]
+    if not labels:
+        return ""
+    return f" {labels[0]} has that shape: give the gradients in the order of the variables."
 
 
 def _convert_dtype(name: str, array: Array, variable: Variable) -> Array:

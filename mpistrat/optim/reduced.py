@@ -135,7 +135,10 @@ def reduce_gradients(state: State, gradient_call: GradientCall) -> ReducedGradie
         group.lockstep.check()
         return ReducedGradients(dense, weight, gradient_call.sparse_gradients)
     if not gradient_call.is_replica_code:
-        advice = "Reduce gradients first: strategy.reduce, extended.reduce_to, ctx.all_reduce."
+        advice = (
+            "Call the step by strategy.run(step, args=batch): there apply_gradients reduces the "
+            "gradients. Else reduce them first: strategy.reduce, extended.reduce_to."
+        )
         writes.check_same_contents(
             group.lockstep, gradient_call.text, gradient_call.compared_values, advice
         )

@@ -56,7 +56,8 @@ def note_batch(state: CallState, fn: Callable[..., Any], arguments: object) -> N
     """Keep a digest of the batch that was read last, if replica code is given it.
 
     Not collective: at the end of the run the ranks compare digests, once in a session. They differ
-    where each rank has taken its own part of a dataset.
+    where each rank has taken its own part of a dataset. A digest of the dataset's rows follows
+    that of the batch: a shuffle without a seed gives each rank another batch of the same rows.
 
     Args:
       state: The state of the calls of this rank.
@@ -81,7 +82,7 @@ def note_batch(state: CallState, fn: Callable[..., Any], arguments: object) -> N
     batch_ids = {*map(id, [iterator.element, *batch])}
     values = itertools.chain(pytree.flatten(arguments)[0], _iterate_references(fn))
     if not batch_ids.isdisjoint(map(id, values)):
-        state.run.batch_digest = digest(map(np.asarray, batch))
+        state.run.batch_digest = digest(map(np.asarray, batch)) + iterator.digest_source()
 
 
 def _iterate_references(fn: Callable[..., Any]) -> Iterator[Any]:

@@ -140,8 +140,12 @@ def fit(
       DataError: `data` has no batches.
       SystemExit: With code 42, on every rank, after a notice of preemption.
 
+    Warns:
+      UserWarning: After the first row: no step has changed `state`, or a part of it that is no
+        variable differs between ranks.
+
     Cost: for each step what a loop by hand costs, and at most 20 calls of Python functions; for
-    each row one handshake for each metric, and the validation.
+    each row one handshake for each metric, and the validation; once, two passes over `state`.
 
     Example:
       >>> import numpy as np, mpistrat as ms

@@ -26,6 +26,7 @@ from mpistrat.strategy.strategy import Strategy
 from mpistrat.training.evaluation import WeightedSums
 from mpistrat.training.progress import ProgressBar
 from mpistrat.training.results import add_results, count_rows
+from mpistrat.training.state_check import StateCheck
 
 # Names that a run gives to what it saves itself.
 RESERVED = ("callbacks", "data", "epoch", "history", "is_stopped", "metrics", "settings", "step")
@@ -174,6 +175,7 @@ class TrainingLoop:
             self._create_manager(options.directory)
         self._row_start = (0.0, 0.0, 0.0)
         self._row_step = 0
+        self._state_check: StateCheck | None = None
 
     def _create_manager(self, directory: Path) -> None:
         options = self._options
@@ -287,6 +289,7 @@ class TrainingLoop:
                 self._close_row()
                 self._save_best()
             if not self.is_over:
+                self._state_check = StateCheck(self._strategy, self._objects.state)
                 self._make_steps()
             self._finish()
 
@@ -373,6 +376,10 @@ class TrainingLoop:
 
     def _close_row(self) -> None:
         """Append a row to the history: means of the steps since the last, and the validation."""
+        has_steps = self.run.step > self._row_step  # not where a start ended before its row
+        if self._state_check is not None and has_steps:
+            self._state_check.warn()
+            self._state_check = None
         interval = self._options.validate_every
         times = np.subtract((time.perf_counter(), *self._strategy.time_spent()), self._row_start)
         number = self.run.epoch if interval.unit == "epoch" else self.run.step

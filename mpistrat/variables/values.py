@@ -130,10 +130,11 @@ _define_operators()
 
 
 _PER_REPLICA_ADVICE = (
-    "each replica has a value of its own. Make them one, strategy.reduce(op, value, axis=None), or "
-    "in replica code ctx.all_reduce(op, value); or look at value.local, which ranks differ in, or "
-    "at all of them, strategy.experimental_local_results(value). A constant number, such as a "
-    "rate, is no argument of merge_call: merge_fn takes it from its closure."
+    "each replica has a value of its own. Compute in replica code, strategy.run(step, "
+    "args=(value,)), or make them one, strategy.reduce(op, value, axis=None), in replica code "
+    "ctx.all_reduce(op, value); or look at value.local, which ranks differ in, or at all of them, "
+    "strategy.experimental_local_results(value). A constant number, such as a rate, is no argument "
+    "of merge_call: merge_fn takes it from its closure."
 )
 
 

@@ -10,7 +10,7 @@ from xxhash import xxh3_64_intdigest
 from mpistrat import pytree
 from mpistrat.arrays import Array, digest, seal, spec_text
 from mpistrat.errors import ContextError, StructureError
-from mpistrat.lockstep.guards import VariableRegistry, warn_initial_values
+from mpistrat.lockstep.guards import VariableRegistry, warn_initial_values, warn_repeated_creation
 from mpistrat.shm import storage
 from mpistrat.shm.storage import PrivateStorage, Slices, SpreadStorage, Storage
 from mpistrat.strategy.context_stack import CodeContext, check_readable, current_context
@@ -69,7 +69,8 @@ class Variable(ReadableVariable, ScatterUpdates):
       LockstepError: The ranks create different variables.
 
     Warns:
-      UserWarning: Once: the initial values of a variable without a name differ between ranks.
+      UserWarning: Once: the initial values of a variable without a name differ between ranks. Once:
+        a line of replica code creates a variable anew in each run.
 
     Cost: creation broadcasts the initial value; without a name it is hashed, at memory bandwidth.
     Like: ``tf.Variable`` under ``strategy.scope()``.
@@ -110,6 +111,9 @@ class Variable(ReadableVariable, ScatterUpdates):
                 is_single_replica=self.strategy._replicas.view is SINGLE_REPLICA,
             )
             self.trainable = not self._is_on_read if trainable is None else bool(trainable)
+            context = current_context()
+            if context is not None and context.replica is not None:
+                warn_repeated_creation(lockstep, self)
         self._register("Variable", has_initial_value=True)
 
     def _register(self, call: str, has_initial_value: bool) -> None:

@@ -250,7 +250,7 @@ def format_ending(diagnosis: Diagnosis, timeout: float, code: int) -> str:
     missing, waiting = _describe_ranks(diagnosis, timeout)
     return (
         f"mpistrat: the job ends with exit code {code}: nothing moved for {timeout:g} s.\n"
-        f"  {missing}\n  {waiting}."
+        f"  {missing}\n  {waiting}. All ranks have to make the same calls, those of MPI itself too."
     )
 
 

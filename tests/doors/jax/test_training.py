@@ -160,6 +160,7 @@ def test_jax_is_imported_only_where_it_is_used():
     assert got.stdout.split() == ["False"]
 
 
+@pytest.mark.filterwarnings("ignore:Checkpoint.save. on ranks 1, 2 'train/step' differs")
 @pytest.mark.parametrize("size", [1, 3])
 def test_trees_are_saved_and_restored(size, tmp_path):
     optax = pytest.importorskip("optax", reason="wants optax")

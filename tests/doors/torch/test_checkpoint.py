@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import re
+import warnings
 
 import pytest
 
@@ -393,3 +395,34 @@ def test_options_of_a_fused_optimizer_that_the_file_lacks_begin_afresh(size, tmp
 
     found = run_ranks(rank, size)
     assert all(one == found[0] for one in found)
+
+
+@pytest.mark.parametrize("is_replicated", [True, False])
+def test_a_model_that_was_not_replicated_is_named(is_replicated, tmp_path):
+    def program(comm):
+        strategy = ms.MirroredStrategy()
+        model = nn.Sequential(nn.Linear(2, 1), nn.BatchNorm1d(1))
+        if is_replicated:
+            mt.replicate(model, strategy)
+        optimizer = torch.optim.Adam(model.parameters())
+        with strategy.scope():
+            checkpoint = ms.Checkpoint(model=model, optimizer=optimizer)
+
+        def step():
+            x = torch.arange(4.0).reshape(2, 2) * (1 + comm.rank)
+            model(x).square().mean().backward()
+            optimizer.step()
+
+        strategy.run(step)
+        checkpoint.save(tmp_path / "ckpt")
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run_ranks(program, 2)
+    texts = [str(warning.message) for warning in caught]
+    if is_replicated:  # its running statistics are each rank's own
+        assert texts == []
+    else:
+        (text,) = texts
+        assert re.match("Checkpoint.save: on rank 1 'model/0.*optimizer/state.* from rank 0", text)
+        assert "mpistrat.torch.replicate(model, strategy)" in text

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import warnings
 
 import ml_dtypes
 import numpy as np
@@ -396,6 +397,7 @@ def test_variables_of_several_strategies_are_refused(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.filterwarnings("ignore:Checkpoint.save. on rank")
 @every("strategy_class", STRATEGIES)
 @every("size", [1, 2, 3])
 def test_variables_of_each_rank_alone_are_saved_with_the_others(size, strategy_class, tmp_path):
@@ -430,6 +432,7 @@ def test_variables_of_each_rank_alone_are_saved_with_the_others(size, strategy_c
         assert found["model/w"].tolist() == [1.0, 2.0]
 
 
+@pytest.mark.filterwarnings("ignore:Checkpoint.save. on rank")
 @every("size", [1, 2, 3])
 def test_variables_of_each_rank_alone_belong_to_the_scope_they_are_saved_in(size, tmp_path):
     def program(comm):
@@ -479,6 +482,7 @@ def test_arrays_belong_to_the_scope_in_which_their_checkpoint_was_made(made, tmp
     assert run_ranks(program, 2) == [[0.0, 0.0]] * 2
 
 
+@pytest.mark.filterwarnings("ignore:Checkpoint.save. on rank")
 def test_large_variables_of_each_rank_alone(tmp_path, monkeypatch):
     monkeypatch.setattr(sharded, "MIN_DIRECTORY_NBYTES", 1)
 
@@ -497,6 +501,57 @@ def test_large_variables_of_each_rank_alone(tmp_path, monkeypatch):
 
     for found in run_ranks(program, 3):
         np.testing.assert_array_equal(found, np.arange(1000.0))
+
+
+class TestValuesThatDifferBetweenRanks:
+    """Replica 0's are saved, so a model that each rank trains alone would be lost."""
+
+    def warnings_of(self, size, save, tmp_path):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            run_ranks(save, size, tmp_path / "x")
+        return [str(warning.message) for warning in caught]
+
+    @pytest.mark.parametrize("size", [1, 2, 3])
+    def test_each_is_named_once(self, size, tmp_path):
+        def save(comm, prefix):
+            model = {"w": np.zeros(3), "b": np.zeros(2), "none": np.zeros(0)}
+            with ms.MirroredStrategy().scope():
+                checkpoint = ms.Checkpoint(model=model)
+            for last in ("w", "w", "b"):
+                model[last][-1] += comm.rank == size - 1
+                checkpoint.save(prefix)
+
+        texts = self.warnings_of(size, save, tmp_path)
+        assert len(texts) == (2 if size > 1 else 0)
+        for name, text in zip("wb", texts, strict=False):
+            assert text.startswith(
+                f"Checkpoint.save: on rank {size - 1} 'model/{name}' differs from rank 0"
+            )
+            assert "strategy.broadcast" in text
+            assert "mpistrat.torch.replicate" in text
+
+    def test_it_is_an_error_on_all_ranks_where_warnings_are(self, tmp_path):
+        def save(comm):
+            with ms.MirroredStrategy().scope():
+                checkpoint = ms.Checkpoint(w=np.full(3, comm.rank))
+            checkpoint.save(tmp_path / "x")
+
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            for text in fails(save, 2, UserWarning):
+                assert "'w' differs from rank 0" in text
+        assert list(tmp_path.iterdir()) == []
+
+    def test_times_in_a_history_and_own_sums_may_differ(self, tmp_path):
+        def save(comm, prefix):
+            own = ms.Variable(float(comm.rank), synchronization=ON_READ)
+            with ms.MirroredStrategy().scope():
+                history = ms.History()
+                history.append(1, seconds=comm.rank)
+                ms.Checkpoint(history=history, own=own).save(prefix)
+
+        assert self.warnings_of(2, save, tmp_path) == []
 
 
 def test_on_read_without_aggregation_has_no_value(tmp_path):

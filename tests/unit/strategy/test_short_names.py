@@ -6,6 +6,9 @@ import numpy as np
 import pytest
 
 import mpistrat as ms
+from mpistrat import advice
+from mpistrat.strategy.replica_context import ReplicaContext
+from mpistrat.strategy.strategy import Strategy
 from mpistrat.testing import run_ranks
 
 
@@ -30,3 +33,8 @@ def test_one_device_has_no_other_chief():
         return strategy.size, strategy.rank
 
     assert run_ranks(program, 2) == [(1, 0)] * 2
+
+
+def test_no_advice_is_for_a_name_that_exists():
+    rows = ((advice.STRATEGY_REPLACEMENTS, Strategy), (advice.CONTEXT_REPLACEMENTS, ReplicaContext))
+    assert [name for names, kind in rows for name in names if hasattr(kind, name)] == []

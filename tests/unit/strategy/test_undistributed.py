@@ -99,6 +99,16 @@ def test_the_same_batch_on_all_replicas_warns_once(program, size):
         assert warning.filename == __file__
 
 
+@every("size", [2, 3])
+def test_the_same_rows_in_orders_without_a_seed_warn(size):
+    def program(strategy):
+        for batch in ms.Dataset(np.arange(64.0)).shuffle().batch(32).prefetch(1):
+            strategy.run(step, args=(batch,))
+
+    (warning,) = warned(program, size)
+    assert f"all {size} replicas were given batches of the same rows" in str(warning.message)
+
+
 def test_of_more_ranks_than_exchange_frames():
     assert len(warned(by_arguments, 66)) == 1
 
@@ -111,6 +121,23 @@ def of_its_own(strategy):
 def of_its_own_rows(strategy):
     rows = np.array_split(Y[:6], strategy.num_replicas_in_sync)[strategy.rank]
     for batch in ms.Dataset(rows).batch(1):
+        strategy.run(step, args=(batch,))
+
+
+def of_other_orders(strategy):
+    for batch in ms.Dataset(X[:6]).shuffle(seed=strategy.rank).batch(2):
+        strategy.run(step, args=(batch,))
+
+
+def of_its_own_by_a_map(strategy):
+    size, rank = strategy.num_replicas_in_sync, strategy.rank
+    for batch in ms.Dataset(X[:6]).batch(6).map(lambda rows: rows[rank::size]):
+        strategy.run(step, args=(batch,))
+
+
+def of_its_own_by_a_filter(strategy):
+    size, rank = strategy.num_replicas_in_sync, strategy.rank
+    for batch in ms.Dataset(Y[:6]).filter(lambda y: y % size == rank).batch(1):
         strategy.run(step, args=(batch,))
 
 
@@ -141,7 +168,8 @@ def of_one_device(strategy):
 
 
 OTHERS = [of_its_own, of_its_own_rows, distributed, on_one_rank_only, not_given_to_run]
-OTHERS += [without_rows, of_one_device]
+OTHERS += [without_rows, of_one_device, of_other_orders]
+OTHERS += [of_its_own_by_a_map, of_its_own_by_a_filter]
 
 
 @every("size", [2, 3])
