@@ -199,7 +199,7 @@ def test_the_program_prints_its_figures_once_and_some_text(tmp_path, capsys):
         "directory",
     ]
     assert {path.name for path in tmp_path.iterdir()} == {
-        *("ckpt-1.npz", "ckpt-2.npz", "best", "curves.png", "history.csv", "job.json"),
+        *("ckpt-1.npz", "ckpt-2.npz", "curves.png", "history.csv", "job.json"),
     }
 
 
