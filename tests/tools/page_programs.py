@@ -1,9 +1,10 @@
 """The programs of the pages in ``docs``: what they need, how they run, and what they print.
 
-    python tests/tools/page_programs.py start train     runs those of two pages, on two ranks
+    python tests/tools/page_programs.py start train     runs those of two pages
 
-It needs mpistrat, and what the pages name in the line `read_requirements` reads. A ``text`` block
-directly below a program is its output on rank 0; without one a program prints nothing there.
+Examples run on two ranks, and programs in files on one. They need mpistrat, and what the pages name
+in the line that `read_requirements` reads. A ``text`` block directly below a program is its output
+on rank 0; without one a program prints nothing there.
 ``...`` stands for text that differs from run to run, and for lines that the page leaves out.
 """
 
@@ -45,6 +46,7 @@ class Program(NamedTuple):
       source: Its text.
       code: Its code, whose tracebacks show lines of the page.
       shown_output: The output that the page shows; empty for none.
+      is_file: It is a whole program in a file, which may seed generators that threads share.
     """
 
     page: str
@@ -52,6 +54,7 @@ class Program(NamedTuple):
     source: str
     code: CodeType
     shown_output: str
+    is_file: bool = False
 
 
 def read_page(page: str) -> str:
@@ -79,7 +82,7 @@ def read_programs(page: str) -> Iterator[Program]:
             source = path.read_text(encoding="utf-8")
         first_line = 1 if match["file"] else line
         code = compile("\n" * (first_line - 1) + source, str(path), "exec")
-        yield Program(page, line, source, code, match["output"] or "")
+        yield Program(page, line, source, code, match["output"] or "", bool(match["file"]))
 
 
 class _Rank0Output(io.StringIO):
@@ -119,5 +122,5 @@ def run_program(program: Program, size: int) -> None:
 if __name__ == "__main__":
     for page_name in sys.argv[1:]:
         for page_program in read_programs(page_name):
-            run_program(page_program, 2)
+            run_program(page_program, 1 if page_program.is_file else 2)
             print(f"docs/{page_name}.md:{page_program.line}")
