@@ -4,6 +4,7 @@ The pages of the reference are written into ``reference/`` when a build begins, 
 names of the package (`public_names`).
 """
 
+import re
 import sys
 from pathlib import Path
 
@@ -34,6 +35,8 @@ html_theme = "furo"
 html_title = f"mpistrat {version}"
 html_copy_source = False
 html_show_copyright = False
+html_static_path = ["_static"]
+html_css_files = ["wide.css"]
 
 
 def generate(app):
@@ -42,8 +45,19 @@ def generate(app):
     public_names.write(Path(app.srcdir, "reference"))
 
 
+def let_names_break(app, pagename, templatename, context, doctree):
+    """Let browsers break long names between words: else tables are wider than the page."""
+    if "body" in context:
+        context["body"] = re.sub(
+            r'(?<=<span class="pre">)[\w.]{16,}(?=</span>)',
+            lambda name: re.sub(r"(?<=[._])(?=\w)|(?<=[a-z])(?=[A-Z])", "<wbr>", name[0]),
+            context["body"],
+        )
+
+
 def setup(app):
     """Let Sphinx make those pages, and show the sections that docstrings have here."""
     app.connect("builder-inited", generate)
+    app.connect("html-page-context", let_names_break)
     # Before napoleon, which is connected at 500 and knows Args, Returns and Raises only.
     app.connect("autodoc-process-docstring", public_names.sections, priority=400)

@@ -128,9 +128,18 @@ class Exits:
             return
         self._is_armed = True
         atexit.register(self.at_exit)
-        if not _is_interactive():
+        if _is_interactive():
+            self._drop_interrupts_after_cells()
+        else:
             sys.excepthook = self.note_uncaught
             sys.exit = self.exit
+
+    def _drop_interrupts_after_cells(self) -> None:
+        """In IPython an interrupt is meant for the cell that runs, and must not end a later one."""
+        get_ipython = getattr(sys.modules.get("IPython"), "get_ipython", None)
+        shell = None if get_ipython is None else get_ipython()
+        if shell is not None:
+            shell.events.register("post_execute", self.kept_interrupt.drop)
 
     def arm_alone(self) -> None:
         """Print the exception that ends the program without frames of the library, without MPI."""

@@ -173,6 +173,10 @@ class KeptInterrupt:
             pending_error, self.kept_error, self.is_pending = self.kept_error, None, False
             raise KeyboardInterrupt if pending_error is None else pending_error
 
+    def drop(self) -> None:
+        """Forget what is pending: the code that it should end has ended."""
+        self.kept_error, self.is_pending = None, False
+
     def try_keep(self, error: BaseException, is_exchanged: bool) -> bool:
         """Keep an exception that a signal handler raised in a handshake, if that can continue.
 

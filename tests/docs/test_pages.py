@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import re
+import shutil
+import subprocess
+import venv
 from pathlib import Path
 
-import numpy as np
 import pytest
+from page_programs import DOCS, Program, read_programs, read_requirements, run_program
+from page_programs import read_page as page
 
 import mpistrat as ms
 from mpistrat.compat import tf
@@ -17,17 +20,19 @@ from mpistrat.launch.process import TIMED_OUT
 from mpistrat.launch.run import UNRECORDED
 from mpistrat.lockstep.ending import PREFLIGHT, get_exit_code
 from mpistrat.lockstep.shutdown import MISMATCH
-from mpistrat.testing import RanksFailed, run_ranks
+from mpistrat.testing import RanksFailed
 from mpistrat.watchdog.observer import HUNG
 from mpistrat.watchdog.watchdog import ORPHANED
 
-DOCS = Path(__file__).parents[2] / "docs"
+SETUP = (DOCS.parent / "setup.py").read_text(encoding="utf-8")
 SIZES = {
     "checkpoints": (1, 2),
     "start": (1,),
     "train": (1, 2),
     "concepts": (1, 2, 3),
     "random": (1, 2),
+    "own-kernels": (1, 2),
+    "notebooks": (1,),
     "solvers": (1, 2, 3),
     "sharp-edges": (2,),
     "coming-from": (1, 2),
@@ -37,52 +42,96 @@ SIZES = {
 }
 OPTIONAL = (
     "h5py",
-    "jax.numpy",
+    "jax",
     "ml_dtypes",
+    "optax",
     "pyarrow",
     "scipy",
+    "sklearn",
     "torch",
     "zarr",
-)  # a block may need these
+)  # an example may need these
 
 
-def page(name):
-    return (DOCS / f"{name}.md").read_text(encoding="utf-8")
+def requirements():
+    """The pages with examples, by the command that installs what they need."""
+    names_by_command = {}
+    for name in SIZES:
+        names_by_command.setdefault(tuple(read_requirements(name)), []).append(name)
+    return names_by_command
 
 
 def blocks():
     for name, sizes in SIZES.items():
-        text = page(name)
-        for found in re.finditer(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE):
-            line = text.count("\n", 0, found.start()) + 2
-            # So that a traceback shows the line of the page.
-            code = compile("\n" * (line - 1) + found[1], str(DOCS / f"{name}.md"), "exec")
-            for size in sizes:
-                yield pytest.param(code, size, id=f"{name}:{line}-{size}")
+        for program in read_programs(name):
+            for size in (1,) if program.is_file else sizes:
+                yield pytest.param(program, size, id=f"{name}:{program.line}-{size}")
 
 
-@pytest.mark.parametrize(("code", "size"), list(blocks()))
-def test_examples_run(code, size):
-    for name in OPTIONAL:
-        if name in code.co_names and importlib.util.find_spec(name.partition(".")[0]) is None:
-            pytest.skip(f"{name} is not installed: this example of the page did not run")
-    run_ranks(lambda comm: exec(code, {"np": np, "ms": ms}), size)
+@pytest.mark.parametrize(("program", "size"), list(blocks()))
+def test_examples_run_and_print_what_the_page_shows(program, size):
+    for module in OPTIONAL:
+        imports = rf"^ *(import|from) {re.escape(module)}\b"
+        if re.search(imports, program.source, re.MULTILINE):
+            pytest.importorskip(
+                module, reason=f"{module} is not installed: this example did not run"
+            )
+    run_program(program, size)
 
 
 @pytest.mark.parametrize("name", SIZES)
 def test_a_page_says_what_its_examples_leave_out(name):
     text = page(name)
-    for found in re.finditer(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE):
+    for program in read_programs(name):
         for short, module in (("np", "numpy"), ("ms", "mpistrat")):
             line = f"import {module} as {short}"
-            if f"{short}." in found[1] and line not in found[1]:
+            if f"{short}." in program.source and line not in program.source:
                 assert f"`{line}`" in text
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_a_page_says_at_its_top_what_its_examples_need(name):
+    pip, install, checkout, *packages = read_requirements(name)
+    assert (pip, install) == ("pip", "install")
+    [extras] = re.findall(r"^\.\[(.+)\]$", checkout)
+    assert set(extras.split(",")) <= set(re.findall(r'^        "(\w+)": ', SETUP, re.MULTILINE))
+    assert packages == sorted(packages)
+
+
+def test_output_that_differs_is_seen():
+    shown = "w = [1.0], 7 steps/s\n"
+    code = compile("ms.MirroredStrategy().print('w = [1.0], 9 steps/s')", "page", "exec")
+    program = Program("page", 1, "", code, shown)
+    with pytest.raises(AssertionError, match="9 steps/s"):
+        run_program(program, 2)
+    run_program(program._replace(shown_output=shown.replace("7", "...")), 2)
+    with pytest.raises(AssertionError):
+        run_program(program._replace(shown_output=""), 1)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize(
+    ("command", "names"), requirements().items(), ids=lambda value: " ".join(value)
+)
+def test_examples_run_where_only_what_they_need_is_installed(command, names, tmp_path, monkeypatch):
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    checkout, python = tmp_path / "checkout", tmp_path / "venv" / "bin" / "python"
+    shutil.copytree(DOCS.parent, checkout, ignore=shutil.ignore_patterns(".*", "build", "dist"))
+    venv.create(tmp_path / "venv", with_pip=True)
+    for words in (
+        ["-m", *command],
+        ["tests/tools/page_programs.py", *names],
+    ):
+        done = subprocess.run([python, *words], cwd=checkout, capture_output=True, text=True)
+        assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    assert all(f"docs/{name}.md:" in done.stdout for name in names)
 
 
 def test_examples_that_fail_are_seen():
     code = compile("assert ms.MirroredStrategy().num_replicas_in_sync == 3", "page", "exec")
     with pytest.raises(RanksFailed):
-        run_ranks(lambda comm: exec(code, {"np": np, "ms": ms}), 2)
+        run_program(Program("page", 1, "", code, ""), 2)
 
 
 def test_every_page_has_its_sizes():

@@ -248,3 +248,26 @@ except TimeoutError as error:
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=60
     )
     assert (done.stdout, done.stderr) == ("too late\n", "")
+
+
+class Shell:
+    """The part of IPython that keeps the functions to call after each cell."""
+
+    def __init__(self):
+        self.events = SimpleNamespace(register=lambda name, fn: self.called.append((name, fn)))
+        self.called = []
+
+
+@pytest.mark.parametrize("is_kernel", [True, False])
+def test_in_ipython_an_interrupt_does_not_outlive_its_cell(is_kernel, monkeypatch):
+    shell, way = Shell(), Exits()
+    monkeypatch.setattr(sys, "ps1", "In: ", raising=False)
+    module = SimpleNamespace(get_ipython=lambda: shell if is_kernel else None)
+    monkeypatch.setitem(sys.modules, "IPython", module)
+    monkeypatch.setattr("atexit.register", lambda *args: None)
+    run_ranks(lambda comm: way.arm(ms.MirroredStrategy()._replicas.lockstep.session), 1)
+    assert [name for name, _ in shell.called] == ["post_execute"] * is_kernel
+    way.kept_interrupt.keep_error(KeyboardInterrupt())
+    for _, end_cell in shell.called:
+        end_cell()
+    assert way.kept_interrupt.is_pending is not is_kernel
