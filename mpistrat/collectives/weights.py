@@ -122,3 +122,25 @@ def compute_scales(table: Array, is_weighting: bool) -> Scales:
     return Scales(
         None if is_unscaled else table, [sum_weights(column) for column in table.T.tolist()]
     )
+
+
+def compute_equal_scales(weights: list[float], rank_count: int, is_weighting: bool) -> Scales:
+    """Return the scales of `compute_scales` where every rank has the same weights.
+
+    Cost: It does not depend on the number of ranks, unless a weight is 0 or no whole number.
+
+    Args:
+      weights: The weight of each leaf, or of all.
+      rank_count: The number of ranks.
+      is_weighting: As that of `compute_scales`.
+    """
+    if is_weighting and all(weights):
+        return Scales(None, (float(rank_count),) * len(weights))
+    if not is_weighting and all(w <= _EXACT and w.is_integer() for w in weights):
+        return Scales(None, [weight * rank_count for weight in weights])
+    return compute_scales(np.full((rank_count, len(weights)), weights), is_weighting)
+
+
+def sum_equal(weights: Array) -> float:
+    """Return the sum of equal weights, rounded once; the cost does not depend on their number."""
+    return float(weights[0]) * len(weights)
