@@ -303,8 +303,7 @@ def _reduce_in_place(
     weights = reducer.weights[:, 0]
     total_weight = math.fsum(weights.tolist()) if weights.strides[0] else sum_equal(weights)
     # Each accumulated call counts by its weight, and not by its share of the mean.
-    if state.accumulates:
-        scales = Scales(reducer.weights, [1.0])
+    scales = Scales(reducer.weights, [1.0]) if state.accumulates else scales
     column, divisor = scales.select_leaf(0)
     try:
         if in_place.placed is not None and total_weight:
