@@ -15,16 +15,21 @@ import functools
 import hashlib
 import zlib
 from collections import UserDict
-from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple, NoReturn, final
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, NoReturn, TypeAlias, final
 
 import numpy as np
 
 from mpistrat import pytree
-from mpistrat.arrays import digest
+from mpistrat.arrays import Array, digest
 from mpistrat.comm.serialization import decode, encode, pack, unpack
 from mpistrat.errors import LeafTypeError, LockstepError, StrategyError
-from mpistrat.lockstep.frame import MAX_PAYLOAD
+from mpistrat.lockstep.frame import (
+    MAX_PAYLOAD,
+    PayloadRows,
+    find_distinct_rows,
+    list_rows,
+)
 from mpistrat.lockstep.handshake import Lockstep
 from mpistrat.strategy.context_stack import check_same_strategy
 from mpistrat.variables.indexed_slices import IndexedSlices, list_arrays
@@ -52,6 +57,10 @@ _NBYTES_BY_TAG = {
     TEXT_TAG[0]: _NAME_NBYTES,
     BOOL_TAG[0]: 1,
 }
+
+
+_NBYTES_BY_BYTE = np.array([_NBYTES_BY_TAG.get(tag, 0) for tag in range(256)])
+_Entry: TypeAlias = tuple[bytes, bytes]  # the kind of a leaf, and its bytes
 
 
 @final
@@ -154,29 +163,59 @@ class LeafMessages:
     """The summaries of all ranks, as `summarize_tree` makes them; parsed as far as needed.
 
     Args:
-      messages: The bytes of all ranks, in replica order.
+      messages: The bytes of all ranks, in replica order; one message if all are equal.
       start: Where the kinds of the leaves begin, after the order.
       leaf_count: How many leaves there are.
     """
 
-    def __init__(self, messages: list[bytes], start: int, leaf_count: int):
+    def __init__(self, messages: Sequence[bytes], start: int, leaf_count: int):
         """Keep the messages."""
         self._messages, self._start, self._count = messages, start, leaf_count
 
     def find_tags(self, leaf_index: int) -> set[bytes]:
         """Return the kinds that a leaf has."""
-        at = self._start + leaf_index
-        return {message[at : at + 1] for message in self._messages}
+        at, messages = self._start + leaf_index, self._messages
+        if len(messages) == 1:
+            return {messages[0][at : at + 1]}
+        if type(messages) is PayloadRows:
+            return messages.find_bytes_at(at)
+        return {message[at : at + 1] for message in messages}
 
-    def list_entries(self, leaf_index: int) -> list[tuple[bytes, bytes]]:
-        """Return kind and bytes of a leaf on each rank."""
-        return [row[leaf_index] for row in self._entries_by_rank]
+    def find_entries(self, leaf_index: int) -> set[_Entry]:
+        """Return the different pairs of kind and bytes that a leaf has."""
+        if type(self._messages) is PayloadRows:
+            return {*map(_split_entry, find_distinct_rows(self._cut_leaf(leaf_index)))}
+        return {*self.list_entries(leaf_index)}
+
+    def list_entries(self, leaf_index: int) -> list[_Entry]:
+        """Return kind and bytes of a leaf on each rank; on one, if all messages are equal."""
+        if type(self._messages) is PayloadRows:
+            return [*map(_split_entry, list_rows(self._cut_leaf(leaf_index)))]
+        return [entries[leaf_index] for entries in self._entries_by_rank]
+
+    def _cut_leaf(self, leaf_index: int) -> Array:
+        """Return the kind, the size and the bytes of a leaf, a row for each rank; then zeros."""
+        assert type(self._messages) is PayloadRows
+        messages, count = self._messages.rows[:, 1:], self._count
+        tags = messages[:, self._start : self._start + count]
+        sizes, has_sizes = _NBYTES_BY_BYTE[tags], messages[:, :1] == b"d"[0]
+        if has_sizes.any():
+            sent_sizes = messages[:, self._start + count : self._start + 2 * count]
+            sizes = np.where(has_sizes, sent_sizes, sizes)
+        leaf_sizes = sizes[:, leaf_index : leaf_index + 1]
+        starts = self._start + count + count * has_sizes + sizes[:, :leaf_index].sum(1)[:, None]
+        columns = np.arange(int(leaf_sizes.max()))
+        indices = np.minimum(starts + columns, messages.shape[1] - 1)
+        contents = np.take_along_axis(messages, indices, axis=1)
+        contents = np.where(columns < leaf_sizes, contents, 0)
+        leaf_tags = tags[:, leaf_index : leaf_index + 1]
+        return np.concatenate([leaf_tags, leaf_sizes, contents], axis=1).astype(np.uint8)
 
     @functools.cached_property
-    def _entries_by_rank(self) -> list[list[tuple[bytes, bytes]]]:
+    def _entries_by_rank(self) -> list[list[_Entry]]:
         return [self._parse(message) for message in self._messages]
 
-    def _parse(self, message: bytes) -> list[tuple[bytes, bytes]]:
+    def _parse(self, message: bytes) -> list[_Entry]:
         start, at = self._start, self._start + self._count
         tags = message[start:at]
         sizes: Iterable[int] = (_NBYTES_BY_TAG.get(tag, 0) for tag in tags)
@@ -187,6 +226,10 @@ class LeafMessages:
             entries.append((bytes([tag]), message[at : at + size]))
             at += size
         return entries
+
+
+def _split_entry(row: bytes) -> _Entry:
+    return row[:1], row[2 : 2 + row[1]]
 
 
 _SLICES_TAG = b"z"
@@ -377,7 +420,7 @@ class Regrouper:
             self.lockstep.fail_collectively(call, error)
 
     def _read_messages(
-        self, received: list[bytes] | None, summary: TreeSummary
+        self, received: Sequence[bytes] | None, summary: TreeSummary
     ) -> tuple[pytree.Structure, LeafMessages]:
         """Return the structure that results have, and the summaries of all ranks.
 
@@ -385,13 +428,12 @@ class Regrouper:
           received: The messages of all ranks; None if they are equal.
           summary: The summary of this replica.
         """
-        structure = summary.structure
-        start = 1 + len(summary.order)
-        if received is None:
-            received = [summary.message] * self.size
-        elif {message[1:start] for message in received} != {summary.order}:
+        structure, order = summary.structure, summary.order
+        messages = [summary.message] if received is None else received
+        start = 1 + len(order)
+        if order and {message[1:start] for message in messages} != {order}:
             structure = pytree.with_sorted_keys(structure)
-        return structure, LeafMessages(received, start, len(summary.leaves))
+        return structure, LeafMessages(messages, start, len(summary.leaves))
 
     def _is_same(
         self,
@@ -403,16 +445,15 @@ class Regrouper:
     ) -> bool:
         """Tell whether a leaf is one thing of all replicas; not the same variable is an error."""
         if should_unwrap_plain and PLAIN_TAGS.issuperset(tags):
-            return len({shorten_text(*entry) for entry in messages.list_entries(leaf_index)}) == 1
+            return len({shorten_text(*entry) for entry in messages.find_entries(leaf_index)}) == 1
         if len(tags) > 1 or UNWRAPPED_TAGS.isdisjoint(tags):
             return False
-        entries = [] if tags == {NONE_TAG} else messages.list_entries(leaf_index)
-        is_same = len(set(entries)) <= 1
+        is_same = tags == {NONE_TAG} or len(messages.find_entries(leaf_index)) <= 1
         if not is_same and tags == {VARIABLE_TAG}:
-            self._fail_on_variables(call, entries)
+            self._fail_on_variables(call, messages.list_entries(leaf_index))
         return is_same
 
-    def _fail_on_variables(self, call: str, entries: list[tuple[bytes, bytes]]) -> NoReturn:
+    def _fail_on_variables(self, call: str, entries: list[_Entry]) -> NoReturn:
         ranks = self.origin.ranks
         numbers = [int.from_bytes(content, "little") for _, content in entries]
         pairs = sorted(zip(ranks, numbers, strict=True))
@@ -444,11 +485,12 @@ class Regrouper:
         self, messages: LeafMessages, leaf_index: int, local_value: object
     ) -> tuple[Any, ...]:
         """Return the values of all replicas, with this rank's `local_value` among them."""
+        entries = messages.list_entries(leaf_index)
+        if len(entries) < self.size:  # all ranks have the same
+            entries *= self.size
         values = [
             OnRank(rank) if tag in _UNKNOWN_TAGS else decode(tag, content)
-            for rank, (tag, content) in zip(
-                self.origin.ranks, messages.list_entries(leaf_index), strict=True
-            )
+            for rank, (tag, content) in zip(self.origin.ranks, entries, strict=True)
             if rank != self._session_rank
         ]
         values.insert(self.rank, local_value)
