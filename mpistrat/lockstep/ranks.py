@@ -504,7 +504,10 @@ class Ranks:
         self.session = session
         self.state, self.hooks = session.get_instance(CallState), session.get_instance(FaultHooks)
         self.order = None if order is None else tuple(order)
-        self.ranks = tuple(order or range(session.comm.size))
+        rank_order = range(session.comm.size)
+        self.ranks: Sequence[int] = rank_order
+        if order is not None and [*order] != [*rank_order]:
+            self.ranks = tuple(order)
         self._raw_comm = session.comm if order is None else OrderedComm(session.comm, order)
         self.comm: Comm = WatchedComm(session, self._raw_comm)
         # Ranks that explain a failure may be in calls of strategies of different orders.

@@ -274,10 +274,6 @@ class Regrouper:
         self.rank = lockstep.comm.rank
         self._session_rank = self.origin.ranks[self.rank]
         self.size = lockstep.comm.size
-        # Placeholders for the replicas before this one, and after it.
-        placeholders = [OnRank(rank) for rank in self.origin.ranks] if view.should_wrap else []
-        self._earlier_replicas = placeholders[: self.rank]
-        self._later_replicas = placeholders[self.rank + 1 :]
         self._always_known = self.size == 1 or not view.should_wrap
         # Most functions of a run return nothing, so the summary of None is made once.
         self._none_summary = summarize_tree(self.origin, None)
@@ -511,17 +507,24 @@ class Regrouper:
             return tree
         leaves, structure = leaves_and_structure or pytree.flatten(tree)
         call_number, origin = self.lockstep.session.calls, self.origin
-        earlier_replicas, later_replicas = self._earlier_replicas, self._later_replicas
-        is_known = self._always_known
+        add_placeholders, is_known = self._add_placeholders, self._always_known
         wrapped: list[Any] = []
         for leaf in leaves:
             if isinstance(leaf, DistributedVariable):
                 wrapped.append(leaf)
                 continue
             provenance = call_number, len(wrapped), structure
-            values = (*earlier_replicas, leaf, *later_replicas)
+            values = functools.partial(add_placeholders, leaf)
             wrapped.append(PerReplica(leaf, values, is_known, provenance, origin))
         return pytree.unflatten(structure, wrapped)
+
+    def _add_placeholders(self, local_value: object) -> tuple[Any, ...]:
+        """Return this replica's value with placeholders for the others that the view shows."""
+        if self._always_known:
+            return (local_value,)
+        values: list[Any] = [*map(OnRank, self.origin.ranks)]
+        values[self.rank] = local_value
+        return tuple(values)
 
     def list_local_results(self, value: object) -> tuple[Any, ...]:
         """Return every replica's `value` that the view shows; see the method of `Strategy`."""
