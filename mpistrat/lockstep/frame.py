@@ -130,9 +130,12 @@ class PayloadRows(Sequence[bytes]):
             return {first_byte}
         return {bytes([number]) for number in set(column)}
 
-    def find_distinct(self) -> set[bytes]:
-        """Return the different payloads."""
-        return {row[1 : 1 + row[0]] for row in find_distinct_rows(self.rows)}
+
+def find_distinct_payloads(payloads: Sequence[bytes]) -> set[bytes]:
+    """Return the different payloads of all ranks."""
+    if type(payloads) is PayloadRows:
+        return {row[1 : 1 + row[0]] for row in find_distinct_rows(payloads.rows)}
+    return set(payloads)
 
 
 def list_rows(rows: Array) -> list[bytes]:
