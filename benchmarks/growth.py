@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextvars
 import functools
+import gc
 import statistics
 import sys
 import threading
@@ -350,8 +351,12 @@ def count_traffic(call: Callable[[], Any], traffic: Traffic) -> tuple[int, int, 
 
 def count_frames(call: Callable[[], Any], _: Traffic) -> tuple[int, int]:
     """Return Python calls and bytecodes of a call."""
-    with common.counting_frames() as counts:
-        call()
+    gc.disable()  # which may call finalizers of what was before
+    try:
+        with common.counting_frames() as counts:
+            call()
+    finally:
+        gc.enable()
     return counts[0], counts[1]
 
 
