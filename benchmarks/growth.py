@@ -203,6 +203,22 @@ def _make_reduction(strategy: ms.Strategy, weight: Any = None) -> Callable[[], A
     return lambda: strategy.run(step)
 
 
+def _make_rows(strategy: ms.Strategy) -> Callable[[], Any]:
+    rows = strategy.run(lambda: np.ones((2, 30)))
+    return lambda: strategy.reduce("mean", rows, axis=0)
+
+
+def _make_merge(strategy: ms.Strategy) -> Callable[[], Any]:
+    def step() -> Any:
+        return ms.get_replica_context().merge_call(_return_name, args=(0.5, "sgd"))
+
+    return lambda: strategy.run(step)
+
+
+def _return_name(strategy: ms.Strategy, rate: ms.PerReplica, name: str) -> str:
+    return name
+
+
 def _make_numbers(strategy: ms.Strategy) -> Callable[[], Any]:
     rank = strategy.rank
     return lambda: strategy.run(lambda: (0.5 * rank, rank, np.float32(rank)))
@@ -268,6 +284,8 @@ CASES = {
     "run + apply_gradients": Case(_make_update),
     "all_reduce, mean": Case(_make_reduction),
     "all_reduce, weights alike": Case(functools.partial(_make_reduction, weight=2.0)),
+    "reduce, rows": Case(_make_rows),
+    "merge_call": Case(_make_merge),
     "numbers, alike": Case(_make_numbers),
     "numbers, different": Case(_make_numbers, 2),
     "numbers, different, read": Case(_make_reading, 2),
