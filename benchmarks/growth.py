@@ -5,8 +5,8 @@
 
 One process believes to be a rank of many (`RepeatedComm`): the program runs on one rank, or on two
 where ranks have to differ, and all further ranks say the same as rank 0. So the bytes, the memory,
-the Python and its time are those of one rank of such a job; MPI's own time is not in them. The
-counts at `HELD_SIZES` are held by ``tests/unit/lockstep/test_growth.py``.
+the Python and its time are those of one rank of such a job, though its sums are not; MPI's own time
+is not in them. The counts at `HELD_SIZES` are held by ``tests/unit/lockstep/test_growth.py``.
 """
 
 from __future__ import annotations
@@ -30,10 +30,12 @@ from mpistrat.comm.base import Buffer, Comm
 from mpistrat.comm.loopback import LoopbackComm, LoopbackWorld
 from mpistrat.comm.session import default_group
 from mpistrat.lockstep.handshake import Lockstep
+from mpistrat.shm.segments import Pages
 
 HELD_SIZES = (64, 1024, 4096)
 REPORTED_SIZES = (16_384, 100_000)
-RANKS_PER_NODE = 64
+RANKS_PER_NODE = 16
+VARIABLE_SIZES = (3, 10_000)  # the second is in memory that the ranks of a node share
 GRADIENT_COUNT = 161  # as many as ResNet-50 has
 STEPS_BEFORE = 3
 REPETITIONS = 7
@@ -151,11 +153,13 @@ class RepeatedComm(Comm):
         node_size = self._ranks_per_node
         return RepeatedComm(self._speakers, node_size, node_size, self.traffic)
 
-    def shared(self, nbytes: int) -> None:
-        """Return None: memory in which the others do not write shows no sums."""
+    def shared(self, nbytes: int) -> memoryview | None:
+        """Return memory that the speakers share; that of the other ranks stays zero."""
+        return self._speakers.shared(nbytes)
 
-    def pages(self, nbytes: int) -> None:
-        """Return None."""
+    def pages(self, nbytes: int) -> Pages | None:
+        """Return the same with a private mapping."""
+        return self._speakers.pages(nbytes)
 
     def free(self) -> None:
         """Leave."""
@@ -186,9 +190,9 @@ def _return_nothing() -> None:
 
 def _make_update(strategy: ms.Strategy) -> Callable[[], Any]:
     with strategy.scope():
-        weights = [ms.Variable(np.ones(shape), name=f"w{shape}") for shape in (3, 40)]
-    optimizer = ms.optim.SGD(0.1)
-    gradients = [np.full(3, 0.5), np.full(40, 0.25)]
+        weights = [ms.Variable(np.ones(n), name=f"w{n}") for n in VARIABLE_SIZES]
+    optimizer = ms.optim.SGD(0.1, momentum=0.9)
+    gradients = [np.full(n, 0.5) for n in VARIABLE_SIZES]
 
     def step() -> None:
         optimizer.apply_gradients(zip(gradients, weights, strict=True))
