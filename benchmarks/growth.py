@@ -200,7 +200,16 @@ def _make_update(strategy: ms.Strategy) -> Callable[[], Any]:
     return lambda: strategy.run(step)
 
 
-def _make_reduction(strategy: ms.Strategy, weight: Any = None) -> Callable[[], Any]:
+def _make_reduction(strategy: ms.Strategy) -> Callable[[], Any]:
+    def step() -> None:
+        ms.get_replica_context().all_reduce("mean", np.ones(100))
+
+    return lambda: strategy.run(step)
+
+
+def _make_weighted_reduction(strategy: ms.Strategy) -> Callable[[], Any]:
+    weight = 2.0 + strategy.rank
+
     def step() -> None:
         ms.get_replica_context().all_reduce("mean", np.ones(100), weight=weight)
 
@@ -287,7 +296,8 @@ CASES = {
     "run": Case(_make_run),
     "run + apply_gradients": Case(_make_update),
     "all_reduce, mean": Case(_make_reduction),
-    "all_reduce, weights alike": Case(functools.partial(_make_reduction, weight=2.0)),
+    "all_reduce, weights alike": Case(_make_weighted_reduction),
+    "all_reduce, other weights": Case(_make_weighted_reduction, 2),
     "reduce, rows": Case(_make_rows),
     "merge_call": Case(_make_merge),
     "numbers, alike": Case(_make_numbers),
