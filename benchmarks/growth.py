@@ -234,12 +234,12 @@ def _return_name(strategy: ms.Strategy, rate: ms.PerReplica, name: str) -> str:
 
 def _make_numbers(strategy: ms.Strategy) -> Callable[[], Any]:
     rank = strategy.rank
-    return lambda: strategy.run(lambda: (0.5 * rank, rank, np.float32(rank)))
+    return lambda: strategy.run(lambda: {"loss": 0.5 * rank, "a": rank, "b": np.float32(rank)})
 
 
 def _make_reading(strategy: ms.Strategy) -> Callable[[], Any]:
     get_numbers = _make_numbers(strategy)
-    return lambda: [number.values for number in get_numbers()]
+    return lambda: [number.values for number in get_numbers().values()]
 
 
 def _make_next(strategy: ms.Strategy) -> Callable[[], Any]:

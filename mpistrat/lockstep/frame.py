@@ -101,8 +101,8 @@ class PayloadRows(Sequence[bytes]):
 
     Example:
       >>> rows = PayloadRows(np.frombuffer(b"\2ab" + b"\1c\0", np.uint8).reshape(2, 3))
-      >>> list(rows), rows.find_bytes_at(0)
-      ([b'ab', b'c'], {b'a', b'c'})
+      >>> list(rows), sorted(rows.find_parts(0, 1))
+      ([b'ab', b'c'], [b'a', b'c'])
     """
 
     def __init__(self, rows: Array):
@@ -122,13 +122,9 @@ class PayloadRows(Sequence[bytes]):
         """Iterate over the payloads of all ranks."""
         return (row[1 : 1 + row[0]] for row in list_rows(self.rows))
 
-    def find_bytes_at(self, index: int) -> set[bytes]:
-        """Return the different bytes that payloads have at an index."""
-        column = self.rows[:, 1 + index].tobytes()
-        first_byte = column[:1]
-        if column == first_byte * len(column):
-            return {first_byte}
-        return {bytes([number]) for number in set(column)}
+    def find_parts(self, start: int, stop: int) -> set[bytes]:
+        """Return the different bytes that payloads have between two offsets."""
+        return find_distinct_rows(self.rows[:, 1 + start : 1 + stop])
 
 
 def find_distinct_payloads(payloads: Sequence[bytes]) -> set[bytes]:

@@ -35,6 +35,7 @@ from mpistrat.variables.tree_summary import (
     LeafMessages,
     TreeSummary,
     encode_order,
+    find_parts,
     shorten_text,
     summarize_tree,
 )
@@ -242,7 +243,7 @@ class Regrouper:
         structure, order = summary.structure, summary.order
         messages = [summary.message] if received is None else received
         start = 1 + len(order)
-        if order and {message[1:start] for message in messages} != {order}:
+        if order and find_parts(messages, 1, start) != {order}:
             structure = pytree.with_sorted_keys(structure)
         return structure, LeafMessages(messages, start, len(summary.leaves))
 

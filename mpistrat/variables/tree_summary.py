@@ -160,9 +160,7 @@ class LeafMessages:
         at, messages = self._start + leaf_index, self._messages
         if len(messages) == 1:
             return {messages[0][at : at + 1]}
-        if type(messages) is PayloadRows:
-            return messages.find_bytes_at(at)
-        return {message[at : at + 1] for message in messages}
+        return find_parts(messages, at, at + 1)
 
     def find_entries(self, leaf_index: int) -> set[Entry]:
         """Return the different pairs of kind and bytes that a leaf has."""
@@ -209,6 +207,13 @@ class LeafMessages:
             entries.append((bytes([tag]), message[at : at + size]))
             at += size
         return entries
+
+
+def find_parts(messages: Sequence[bytes], start: int, stop: int) -> set[bytes]:
+    """Return the different bytes that messages have between two offsets."""
+    if type(messages) is PayloadRows:
+        return messages.find_parts(start, stop)
+    return {message[start:stop] for message in messages}
 
 
 def _split_entry(row: bytes) -> Entry:
