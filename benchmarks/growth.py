@@ -60,6 +60,8 @@ class Traffic:
 class RepeatedComm(Comm):
     """A group of `size` ranks: a few that are there, and many that say the same as rank 0.
 
+    They do so, too, where each rank would name itself, so a list of ranks has the few only.
+
     Args:
       speakers: The ranks that are there, the first ones of the group.
       size: The number of ranks.
