@@ -15,7 +15,8 @@ import socket
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -229,6 +230,29 @@ def take(comm: MPI.Intracomm, call_name: str, call: Callable[[], Any], want: str
             f"{call_name}: expected to measure the path {want!r}; the ranks took {paths}"
         )
     return want
+
+
+# Counts
+
+
+@contextmanager
+def counting_frames() -> Iterator[list[int]]:
+    """Give a list of two numbers: Python calls and bytecodes of the body so far."""
+    counts = [0, 0]
+
+    def trace(frame: Any, event: str, _: Any) -> Any:
+        if event == "call":
+            frame.f_trace_opcodes, frame.f_trace_lines = True, False
+            counts[0] += 1
+        counts[1] += event == "opcode"
+        return trace
+
+    previous = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        yield counts
+    finally:
+        sys.settrace(previous)
 
 
 # Input and output

@@ -49,26 +49,6 @@ class StepCounts(NamedTuple):
 
 
 @contextmanager
-def counting_frames() -> Iterator[list[int]]:
-    """Give a list of two numbers: Python calls and bytecodes of the body so far."""
-    counts = [0, 0]
-
-    def trace(frame: Any, event: str, _: Any) -> Any:
-        if event == "call":
-            frame.f_trace_opcodes, frame.f_trace_lines = True, False
-            counts[0] += 1
-        counts[1] += event == "opcode"
-        return trace
-
-    previous = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        yield counts
-    finally:
-        sys.settrace(previous)
-
-
-@contextmanager
 def counting_synchronisations() -> Iterator[list[int]]:
     """Give a list of one number: the collective calls of MPI in the body so far."""
     counts = [0]
@@ -151,7 +131,7 @@ def count(make_step: Callable[[], None]) -> StepCounts:
         make_step()
     with counting_synchronisations() as synchronisations:
         make_step()
-    with counting_frames() as frames:
+    with common.counting_frames() as frames:
         make_step()
     # Those of the function above, and of what ends the counting, are no part of the step.
     return StepCounts(frames[0] - 2, frames[1], synchronisations[0])

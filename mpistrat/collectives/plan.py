@@ -157,6 +157,7 @@ class ReductionPlan:
       can_reduce_in_place: Whether arrays of `Strategy.buffers` are reduced in place.
       buckets: The groups of leaves that pass through shared memory at once.
       largest_bucket_nbytes: The size of the largest bucket.
+      weights_nbytes: The size of the weights that are sent.
     """
 
     def __init__(
@@ -195,6 +196,7 @@ class ReductionPlan:
         self.buckets: tuple[Bucket, ...] = make_buckets(self.specs)
         self.largest_bucket_nbytes = max((bucket.nbytes for bucket in self.buckets), default=0)
         self._weights_format = struct.Struct(f"<{self.weight_count}d")
+        self.weights_nbytes = self._weights_format.size
 
     def pack_weights(self, weights: Sequence[float]) -> bytes:
         """Return the weights that are sent with the handshake; 8 bytes for each."""

@@ -22,13 +22,14 @@ from mpistrat.collectives.plan import (
     describe_first_nonfinite,
     format_leaf,
 )
-from mpistrat.collectives.weights import Scales, compute_scales
+from mpistrat.collectives.weights import Scales, compute_equal_scales, compute_scales
 from mpistrat.lockstep.ending import aborting
 from mpistrat.lockstep.handshake import Lockstep
 from mpistrat.shm.segments import ResultPool
 
 # A gather of more bytes makes a second handshake, which shows that every rank has the memory.
 _LARGE = 16 * 1024 * 1024
+_FLOAT64 = np.dtype(np.float64)
 
 
 def all_gather(
@@ -143,7 +144,7 @@ class Reducer:
       options_text: The end of the text of each call, which names these options.
       pool: The memory of large results.
       weights: The weights of the last MEAN: a row for each rank, a column for each leaf, or one
-        column for all leaves.
+        column for all leaves. Equal rows of many ranks are one row, broadcast.
     """
 
     def __init__(
@@ -198,8 +199,13 @@ class Reducer:
         rows = self.lockstep.gather_rows(text, payload, digest, alarm)
         if plan.has_equal_weights:
             return (Scales(None, (float(self.comm.size),)) if plan.is_mean else Scales()), rows
-        self.weights = rows[:, : 8 * plan.weight_count].copy().view(np.float64)
-        return compute_scales(self.weights, plan.is_weighting), rows
+        if rows.strides[0]:
+            self.weights = rows[:, : plan.weights_nbytes].copy().view(_FLOAT64)
+            return compute_scales(self.weights, plan.is_weighting), rows
+        # All ranks have the same row.
+        weights = rows[0, : plan.weights_nbytes].copy().view(_FLOAT64)
+        self.weights = np.broadcast_to(weights, (len(rows), len(weights)))
+        return compute_equal_scales(weights.tolist(), len(rows), plan.is_weighting), rows
 
     def all_gather(
         self, call: str, axes: Sequence[int], leaves: Sequence[Array], paths: Sequence[str]

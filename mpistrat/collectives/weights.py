@@ -13,6 +13,7 @@ from mpistrat.errors import LeafTypeError
 
 # The least that a weight that is not 0 may become: values of weight 0 are not read.
 _TINY_WEIGHT = 5e-324
+_LEAST_NORMAL = float(np.finfo(np.float64).tiny)
 # Whole numbers up to here are exact in float32.
 _EXACT = 2**24
 
@@ -84,19 +85,23 @@ def normalize_weights(table: Array) -> Array:
     return np.array(columns, np.float64).T.reshape(table.shape)
 
 
-def _normalize_column(weights: list[float]) -> list[float]:
+def _normalize_column(weights: list[float]) -> Array:
     largest = max(weights)
     if not largest or weights.count(largest) == len(weights):
-        return [1.0 if largest else 0.0] * len(weights)
-    is_positive = [weight > 0 for weight in weights]
-    if not all(weight <= _EXACT and weight.is_integer() for weight in weights):
+        return np.full(len(weights), 1.0 if largest else 0.0)
+    column = weight_column = np.array(weights)
+    if largest > _EXACT or not all(map(float.is_integer, weights)):
         # By a power of two too, so that nothing is rounded: their sum might be too large otherwise.
-        weights = [math.ldexp(weight, -math.frexp(largest)[1]) for weight in weights]
+        with np.errstate(all="ignore"):
+            column = np.ldexp(weight_column, -math.frexp(largest)[1])
+        weights = column.tolist()
     size = 2.0 ** (-1 - math.frexp(math.fsum(weights))[1])
-    return [
-        weight * size or _TINY_WEIGHT * read
-        for weight, read in zip(weights, is_positive, strict=True)
-    ]
+    if min(weights) * size >= _LEAST_NORMAL:  # else some may become 0
+        return column * size
+    with np.errstate(all="ignore"):
+        scaled_column = column * size
+    scaled_column[(scaled_column == 0) & (weight_column > 0)] = _TINY_WEIGHT
+    return scaled_column
 
 
 def sum_weights(weights: list[float]) -> Any:
@@ -115,10 +120,32 @@ def compute_scales(table: Array, is_weighting: bool) -> Scales:
         weights = table[:, 0].tolist()
         if weights[0] and weights.count(weights[0]) == len(weights):
             return Scales(None, (float(len(weights)),))
-        weights = _normalize_column(weights)
-        return Scales(np.array(weights).reshape(-1, 1), (sum_weights(weights),))
+        column = _normalize_column(weights)
+        return Scales(column.reshape(-1, 1), (sum_weights(column.tolist()),))
     table = normalize_weights(table) if is_weighting else table
     is_unscaled = not is_weighting or bool((table == 1).all())
     return Scales(
         None if is_unscaled else table, [sum_weights(column) for column in table.T.tolist()]
     )
+
+
+def compute_equal_scales(weights: list[float], rank_count: int, is_weighting: bool) -> Scales:
+    """Return the scales of `compute_scales` where every rank has the same weights.
+
+    Cost: It does not depend on the number of ranks, unless a weight is 0 or no whole number.
+
+    Args:
+      weights: The weight of each leaf, or of all.
+      rank_count: The number of ranks.
+      is_weighting: As that of `compute_scales`.
+    """
+    if is_weighting and all(weights):
+        return Scales(None, (float(rank_count),) * len(weights))
+    if not is_weighting and all(w <= _EXACT and w.is_integer() for w in weights):
+        return Scales(None, [weight * rank_count for weight in weights])
+    return compute_scales(np.full((rank_count, len(weights)), weights), is_weighting)
+
+
+def sum_equal(weights: Array) -> float:
+    """Return the sum of equal weights, rounded once; the cost does not depend on their number."""
+    return float(weights[0]) * len(weights)

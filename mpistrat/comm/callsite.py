@@ -173,6 +173,8 @@ def rank_runs(ranks: Iterable[int]) -> list[list[int]]:
       >>> rank_runs([5, 0, 1, 2])
       [[0, 2], [5, 5]]
     """
+    if isinstance(ranks, range) and ranks and ranks.step == 1:
+        return [[ranks[0], ranks[-1]]]
     runs: list[list[int]] = []
     for rank in sorted(ranks):
         if runs and runs[-1][1] == rank - 1:

@@ -171,15 +171,17 @@ def largest_tag() -> int:
     return int(library().COMM_WORLD.Get_attr(library().TAG_UB))
 
 
-def ranks_in_job(comm: Comm) -> list[int]:
+def ranks_in_job(comm: Comm) -> Sequence[int]:
     """Return the ranks in ``MPI.COMM_WORLD`` of the ranks of `comm`."""
-    return ranks_of(comm.mpi) if isinstance(comm, MPIComm) else list(range(comm.size))
+    return ranks_of(comm.mpi) if isinstance(comm, MPIComm) else range(comm.size)
 
 
-def ranks_of(comm: Any) -> list[int]:
+def ranks_of(comm: Any) -> Sequence[int]:
     """Return the ranks in ``MPI.COMM_WORLD`` of the ranks of an mpi4py intracommunicator."""
-    mpi, ranks = library(), list(range(comm.size))
-    return list(mpi.Group.Translate_ranks(comm.group, ranks, mpi.COMM_WORLD.group))
+    mpi, ranks = library(), range(comm.size)
+    if mpi.Comm.Compare(comm, mpi.COMM_WORLD) in (mpi.IDENT, mpi.CONGRUENT):
+        return ranks
+    return list(mpi.Group.Translate_ranks(comm.group, list(ranks), mpi.COMM_WORLD.group))
 
 
 _abort_callbacks: list[Callable[[int], object]] = []

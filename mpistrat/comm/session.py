@@ -242,7 +242,7 @@ class Session:
           TypeError: `parent` is neither.
           StrategyError: MPI is not running, or this process is in no group.
         """
-        if isinstance(parent, LoopbackComm):
+        if isinstance(parent, Comm):
             if "session" not in vars(parent):
                 vars(parent)["session"] = Session(parent)
             session: Session = vars(parent)["session"]

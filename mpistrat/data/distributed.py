@@ -24,7 +24,7 @@ import operator
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn, SupportsIndex, TypeAlias, final
+from typing import Any, NamedTuple, NoReturn, SupportsIndex, TypeAlias, final
 
 import numpy as np
 
@@ -44,11 +44,11 @@ from mpistrat.data.position import EpochPosition
 from mpistrat.data.sharding import UNSEEN, Parts, Sharding, StepPart
 from mpistrat.data.sources import INFINITE, Spec, describe_failure
 from mpistrat.errors import DataError, LockstepError
+from mpistrat.lockstep.frame import find_distinct_payloads
 from mpistrat.lockstep.guards import warn
 from mpistrat.lockstep.handshake import Lockstep
 
-# A rank's step: _HAS_ELEMENT and, above it, the bits of `_get_local_bits`; whether the rank lacks
-# a signature; the number of rows; the digests of signature and contents.
+# The payload of a `_Step`.
 _STEP = struct.Struct(f"<B?q{SIGNATURE_NBYTES}s{len(UNSEEN)}s")
 _HAS_ELEMENT = 1
 _END_MARK = -2  # in place of a number of rows
@@ -72,6 +72,24 @@ _UNSHARDED = (
 
 
 FlatElement: TypeAlias = "tuple[list[Any], pytree.Structure]"
+
+
+class _Step(NamedTuple):
+    """The step of a rank, as it sends it.
+
+    Attributes:
+      bits: _HAS_ELEMENT and, above it, the bits of `_get_local_bits`.
+      lacks_signature: Whether it has never had an element.
+      row_count: The rows of the global batch; _END_MARK at the end.
+      signature_digest: The digest of structure and dtypes.
+      contents: As those of `StepPart`.
+    """
+
+    bits: int
+    lacks_signature: bool
+    row_count: int
+    signature_digest: bytes
+    contents: bytes
 
 
 class _DatasetCounter:
@@ -439,7 +457,7 @@ class DistributedIterator(ElementIterator):
         payloads = lockstep.compare_payloads(call, payload, failure)
         if payloads is None and step_part is not None and self._sharding.is_same_dataset:
             return step_part.element, flat_element  # in nearly all steps all ranks are equal
-        if not self._compare_steps(call, payloads or [payload] * size, step_part is not None):
+        if not self._compare_steps(call, payloads or [payload], step_part is not None):
             return None
         if step_part is None:
             return self._signature.make_empty_element(), flat_element
@@ -450,50 +468,46 @@ class DistributedIterator(ElementIterator):
 
         Args:
           call: The text of the call.
-          payloads: The payload of each rank.
+          payloads: The payload of each rank; one if all are equal.
           has_element: Whether this rank has an element.
         """
-        fields = zip(*map(_STEP.unpack, payloads), strict=True)
-        rank_bits, lacks_flags, row_counts, signature_digests, contents = fields
-        self._all_bits = functools.reduce(operator.or_, rank_bits) >> 1
-        element_flags = [bits & _HAS_ELEMENT for bits in rank_bits]
+        # What is equal on many ranks is looked at once.
+        steps = [_Step._make(_STEP.unpack(p)) for p in find_distinct_payloads(payloads)]
+        self._all_bits = functools.reduce(operator.or_, [step.bits for step in steps]) >> 1
+        element_flags = [step.bits & _HAS_ELEMENT for step in steps]
         if not any(element_flags) or (self._ends_with_first and not all(element_flags)):
             return False
-        if self._sharding.is_cut:
-            self._check_row_counts(call, row_counts)
-        pairs = zip(signature_digests, lacks_flags, strict=True)
-        if len({signature_digest for signature_digest, lacks in pairs if not lacks}) > 1:
+        if self._sharding.is_cut and len({step.row_count for step in steps}) > 1:
+            self._fail_on_row_counts(call, payloads)
+        if len({step.signature_digest for step in steps if not step.lacks_signature}) > 1:
             self._signature.fail_on_difference(self._input_gate.lockstep, call)
-        self._check_contents(call, contents)
-        if any(lacks_flags):
+        self._check_contents(call, payloads, {step.contents for step in steps})
+        if any(step.lacks_signature for step in steps):
             self._share_signature(has_element)
         return True
 
-    def _check_row_counts(self, call: str, row_counts: Sequence[int]) -> None:
-        if len(set(row_counts)) > 1:
-            fail_with_groups(
-                self._input_gate.lockstep,
-                f"{call}: the ranks have global batches of different sizes",
-                ["the end" if count == _END_MARK else f"{count} rows" for count in row_counts],
-                _ADVICE,
-            )
+    def _fail_on_row_counts(self, call: str, payloads: Sequence[bytes]) -> NoReturn:
+        row_counts = [_Step._make(_STEP.unpack(payload)).row_count for payload in payloads]
+        fail_with_groups(
+            self._input_gate.lockstep,
+            f"{call}: the ranks have global batches of different sizes",
+            ["the end" if count == _END_MARK else f"{count} rows" for count in row_counts],
+            _ADVICE,
+        )
 
-    def _check_contents(self, call: str, contents: Sequence[bytes]) -> None:
-        if self._sharding.is_same_dataset and len({*contents} - {UNSEEN}) > 1:
+    def _check_contents(self, call: str, payloads: Sequence[bytes], contents: set[bytes]) -> None:
+        if self._sharding.is_same_dataset and len(contents - {UNSEEN}) > 1:
+            contents_of_ranks = [payload[-len(UNSEEN) :] for payload in payloads]
             fail_with_groups(
                 self._input_gate.lockstep,
                 f"{call}: the contents of a batch that every rank reads or maps whole differ",
                 [
                     "" if rank_contents == UNSEEN else f"contents {rank_contents.hex()[:16]}"
-                    for rank_contents in contents
+                    for rank_contents in contents_of_ranks
                 ],
                 f"{_ADVICE} {_LAST_BITS}",
             )
-        if (
-            not self._sharding.is_same_dataset
-            and UNSEEN not in contents
-            and len(set(contents)) == 1
-        ):
+        if not self._sharding.is_same_dataset and len(contents) == 1 and UNSEEN not in contents:
             warn(self._input_gate.lockstep, call, _UNSHARDED.format(what=call), stacklevel=6)
 
     def _share_signature(self, has_element: bool) -> None:

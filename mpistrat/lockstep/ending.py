@@ -151,10 +151,10 @@ def leave_job(session: Session, code: int, is_planned: bool) -> None:
     # Launchers do not pass on codes of several ranks: MPICH's kills the others when the first
     # leaves with one, and then reports the kill. All launchers pass on the code of an abort, which
     # comes once all ranks have printed their messages.
-    ranks.gather_texts(b"")
+    ranks.comm.barrier()
     if comm.rank == 0:
         end_job(code)
-    ranks.gather_texts(b"")
+    ranks.comm.barrier()
 
 
 def wait_for_other_groups(session: Session, code: int) -> None:

@@ -413,6 +413,8 @@ class Exits:
 
     def _print_agreement(self, comm: Comm, agreement: Agreement) -> None:
         """Print the exception of this rank, if it speaks for all that leave with the same."""
+        if self.failure is None:
+            return
         if not agreement.is_speaker:
             self._print_lock.acquire(blocking=False)  # the speaker prints it
             return

@@ -21,7 +21,8 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple, final
 
 import numpy as np
 
@@ -36,6 +37,7 @@ VERSION_BIT = 1 << (7 + VERSION)
 VERSION_BITS = 0xFFFFFF00
 ERRORS = FAILED | LEAVING | ALARM
 _SIZES = 32  # where sizes begin in the word of flags
+_COMPARED_ROWS = 16  # different rows that are looked for one by one
 
 _HEAD = struct.Struct("<16sQII")
 HEAD_NBYTES = _HEAD.size
@@ -88,6 +90,75 @@ def unpack_payloads(frames: bytes) -> list[bytes]:
     sizes = [_HEAD.unpack_from(frames, start)[3] for start in starts]
     payload_starts = range(HEAD_NBYTES, len(frames), FRAME_NBYTES)
     return [frames[start : start + size] for start, size in zip(payload_starts, sizes, strict=True)]
+
+
+@final
+class PayloadRows(Sequence[bytes]):
+    r"""The payloads of all ranks, in one array; read where somebody asks.
+
+    Args:
+      rows: uint8 of shape (ranks, 1 + bytes): the size of a payload, the payload, zeros.
+
+    Example:
+      >>> rows = PayloadRows(np.frombuffer(b"\2ab" + b"\1c\0", np.uint8).reshape(2, 3))
+      >>> list(rows), sorted(rows.find_parts(0, 1))
+      ([b'ab', b'c'], [b'a', b'c'])
+    """
+
+    def __init__(self, rows: Array):
+        """Keep the array."""
+        self.rows = rows
+
+    def __len__(self) -> int:
+        """Return the number of ranks."""
+        return len(self.rows)
+
+    def __getitem__(self, rank: Any) -> Any:
+        """Return the payload of a rank."""
+        row = self.rows[rank]
+        return row[1 : 1 + row[0]].tobytes()
+
+    def __iter__(self) -> Iterator[bytes]:
+        """Iterate over the payloads of all ranks."""
+        return (row[1 : 1 + row[0]] for row in list_rows(self.rows))
+
+    def find_parts(self, start: int, stop: int) -> set[bytes]:
+        """Return the different bytes that payloads have between two offsets."""
+        return find_distinct_rows(self.rows[:, 1 + start : 1 + stop])
+
+
+def find_distinct_payloads(payloads: Sequence[bytes]) -> set[bytes]:
+    """Return the different payloads of all ranks."""
+    if type(payloads) is PayloadRows:
+        return {row[1 : 1 + row[0]] for row in find_distinct_rows(payloads.rows)}
+    return set(payloads)
+
+
+def list_rows(rows: Array) -> list[bytes]:
+    """Return the rows of a matrix of uint8 as bytes."""
+    row_bytes: list[bytes] = _join_columns(rows).tolist()
+    return row_bytes
+
+
+def find_distinct_rows(rows: Array) -> set[bytes]:
+    r"""Return the different rows of a matrix of uint8, as bytes.
+
+    Cost: A comparison of all rows for each of the first different ones; then a set of the others.
+
+    Example:
+      >>> find_distinct_rows(np.zeros((1000, 2), np.uint8))
+      {b'\x00\x00'}
+    """
+    other_rows, distinct_rows = _join_columns(rows), set[bytes]()
+    while len(other_rows) and len(distinct_rows) < _COMPARED_ROWS:
+        distinct_rows.add(other_rows[0].tobytes())
+        other_rows = other_rows[other_rows != other_rows[0]]
+    return distinct_rows.union(other_rows.tolist())
+
+
+def _join_columns(rows: Array) -> Array:
+    """Return a matrix of uint8 as an array of one element for each row."""
+    return np.ascontiguousarray(rows).view(f"V{rows.shape[1]}").reshape(-1)
 
 
 def read_frames(frames: bytes, own_rank: int) -> HandshakeResult:

@@ -42,6 +42,7 @@ from mpistrat.lockstep.frame import (
     VERSION_BIT,
     VERSION_BITS,
     HandshakeResult,
+    PayloadRows,
     pack_frame,
 )
 from mpistrat.lockstep.ranks import CollectiveValidation, PendingWrite, PendingWrites, Ranks
@@ -173,7 +174,7 @@ class Lockstep(Ranks):
         failure: BaseException | None = None,
         *,
         needs_followup: bool = False,
-    ) -> list[bytes] | None:
+    ) -> Sequence[bytes] | None:
         """Make a handshake; return every rank's payload, of any size, or None if all are equal.
 
         If some rank `needs_followup`, ``state.needs_comparison`` is true afterwards on all ranks.
@@ -197,18 +198,14 @@ class Lockstep(Ranks):
         if payloads is not None:
             return payloads
         with aborting(self, call):
-            payloads = self._gather_unsent(payload, result.size_limit)
-        return None if payloads.count(payload) == len(payloads) else payloads
-
-    def _gather_unsent(self, payload: bytes, size_limit: int | None) -> list[bytes]:
-        """Return the payloads of all ranks, which the handshake did not send. Collective."""
-        if self.uses_frames or size_limit is None:
-            return self.gather_texts(payload)
-        own_row = np.zeros(size_limit + 1, np.uint8)
-        own_row[: len(payload) + 1] = np.frombuffer(bytes([len(payload)]) + payload, np.uint8)
-        rows = np.empty((self.comm.size, own_row.size), np.uint8)
-        self.comm.allgather(own_row, rows)
-        return [bytes(rank_row[1 : 1 + rank_row[0]]) for rank_row in rows]
+            if self.uses_frames or result.size_limit is None:
+                texts = self.gather_texts(payload)
+                return None if texts.count(payload) == len(texts) else texts
+            own_row = np.zeros(1 + result.size_limit, np.uint8)
+            own_row[: 1 + len(payload)] = np.frombuffer(bytes([len(payload)]) + payload, np.uint8)
+            rows = np.empty((self.comm.size, own_row.size), np.uint8)
+            self.comm.allgather(own_row, rows)
+        return PayloadRows(rows)
 
     def gather_payloads(
         self, call: str, payload: bytes, failure: BaseException | None = None
@@ -218,7 +215,7 @@ class Lockstep(Ranks):
         Collective. Cost: as that of `compare_payloads`.
         """
         payloads = self.compare_payloads(call, payload, failure)
-        return [payload] * self.comm.size if payloads is None else payloads
+        return [payload] * self.comm.size if payloads is None else [*payloads]
 
     def gather_rows(
         self, call: str, row_bytes: bytes, digest: bytes | None = None, alarm: str = ""

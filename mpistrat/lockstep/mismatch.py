@@ -2,7 +2,8 @@
 
 Up to 64 ranks gather texts. Above, a text that several ranks have travels once, from the lowest of
 them, and at most 16 do (`Ranks.gather_distinct_texts`), so the bytes that a rank receives do not
-grow with the number of ranks.
+grow with the number of ranks, but for a bit of each rank in each text. Nothing travels that all
+ranks have alike.
 """
 
 from __future__ import annotations
@@ -179,7 +180,7 @@ def explain_mismatch(lockstep: Ranks, call: str) -> LockstepError | DivergenceEr
     return LockstepError("\n".join(lines))
 
 
-def _list_calls(ranks_by_call: Mapping[_ReportedCall, list[int]], number: int) -> list[str]:
+def _list_calls(ranks_by_call: Mapping[_ReportedCall, Sequence[int]], number: int) -> list[str]:
     """Return a line for each call; it has the number of the call if that is not `number`."""
     width = max(len(ranks_text(ranks)) for ranks in ranks_by_call.values())
     columns = enumerate(zip(*(reported.text for reported in ranks_by_call), strict=False))
@@ -207,7 +208,7 @@ def _get_advice(texts: Sequence[str]) -> str:
     return next(advice, _ADVICE + more_advice + get_saving_advice(texts))
 
 
-def _compare_hyper_parameters(ranks_by_call: Mapping[_ReportedCall, list[int]]) -> list[str]:
+def _compare_hyper_parameters(ranks_by_call: Mapping[_ReportedCall, Sequence[int]]) -> list[str]:
     """Return lines with the hyper-parameters of an optimizer that differ; empty if none do."""
     matches = [
         (_HYPER_PARAMETERS.findall(reported.text), ranks)
@@ -225,7 +226,7 @@ def _compare_hyper_parameters(ranks_by_call: Mapping[_ReportedCall, list[int]]) 
     return [*shorten(rank_lines), _HYPER_PARAMETERS_ADVICE]
 
 
-def _compare_buffers(ranks_by_call: Mapping[_ReportedCall, list[int]]) -> str:
+def _compare_buffers(ranks_by_call: Mapping[_ReportedCall, Sequence[int]]) -> str:
     """Return the ranks that gave arrays of `gradient_buffers`, if calls differ in that only."""
     ranks_by_kind: dict[bool, list[int]] = {}  # True: arrays of `gradient_buffers`
     for reported, ranks in ranks_by_call.items():
@@ -288,10 +289,10 @@ def explain_failure(
       failure: The exception of this rank, if it has failed.
       text: `encode_report` of that exception, or empty.
     """
+    first_rank, have_all_failed = lockstep.find_first_replica(bool(text))
+    if failure is not None and have_all_failed:  # then nobody needs the report of another
+        return failure
     failed = lockstep.find_ranks_with(bool(text))
-    # The first replica that failed; the lowest rank decides which that is, as orders may differ.
-    first_text = str(min(failed, key=lockstep.ranks.index)).encode()
-    first_rank = int(lockstep.broadcast_text(failed[0], first_text))
     other_ranks = [rank for rank in failed if rank != first_rank]
     report_text = lockstep.broadcast_text(first_rank, text)
     if failure is not None:

@@ -29,6 +29,7 @@ from types import FrameType, TracebackType
 from typing import Any, NamedTuple, NoReturn, Protocol, TypeAlias, TypeVar, final
 
 import numpy as np
+import xxhash
 
 from mpistrat.arrays import Array
 from mpistrat.comm import callsite
@@ -259,11 +260,11 @@ class DistinctTexts(NamedTuple):
 
     Attributes:
       ranks_by_text: The ranks of the session that have each of at most `MAX_SPEAKERS` texts, in
-        the order of the lowest of these ranks.
+        the order of the lowest of these ranks; a range if all have the same.
       other_ranks: The ranks that have further texts.
     """
 
-    ranks_by_text: dict[bytes, list[int]]
+    ranks_by_text: dict[bytes, Sequence[int]]
     other_ranks: list[int]
 
 
@@ -510,7 +511,10 @@ class Ranks:
         self.session = session
         self.state, self.hooks = session.get_instance(CallState), session.get_instance(FaultHooks)
         self.order = None if order is None else tuple(order)
-        self.ranks = tuple(order or range(session.comm.size))
+        rank_order = range(session.comm.size)
+        self.ranks: Sequence[int] = rank_order
+        if order is not None and [*order] != [*rank_order]:
+            self.ranks = tuple(order)
         self._raw_comm = session.comm if order is None else OrderedComm(session.comm, order)
         self.comm: Comm = WatchedComm(session, self._raw_comm)
         # Ranks that explain a failure may be in calls of strategies of different orders.
@@ -561,25 +565,37 @@ class Ranks:
     def gather_distinct_texts(self, text: bytes) -> DistinctTexts:
         """Exchange texts of any length; the lowest rank that has one speaks for all that have it.
 
-        Collective, without a handshake. Above `FRAME_RANKS` ranks each receives at most
-        `MAX_SPEAKERS` texts; fewer ranks gather all.
+        Collective, without a handshake. Cost: one small reduction if all ranks have the same text,
+        which then does not travel. Else above `FRAME_RANKS` ranks each receives at most
+        `MAX_SPEAKERS` texts, and a bit for each rank and text; fewer ranks gather all.
 
         Args:
           text: The text of this rank; empty if it has none.
         """
-        if self.comm.size <= FRAME_RANKS:
+        comm = self._unordered
+        words = np.frombuffer(xxhash.xxh3_128_digest(text), np.uint64)
+        candidate = np.array([comm.rank if text else comm.size], np.uint64)
+        # The least words, the complements of the greatest, and the lowest rank that has a text.
+        local_numbers = np.concatenate([words, ~words, candidate])
+        least_numbers = self.reduce_numbers(local_numbers, np.minimum, "MIN")
+        if np.array_equal(least_numbers[:2], ~least_numbers[2:4]):
+            return DistinctTexts({text: range(comm.size)} if text else {}, [])
+        if comm.size <= FRAME_RANKS:
             return self._gather_all_texts(text)
+        return self._exchange_distinct_texts(text, int(least_numbers[4]))
+
+    def _exchange_distinct_texts(self, text: bytes, first_speaker: int) -> DistinctTexts:
+        """Let one rank speak for each text; see `gather_distinct_texts`. Collective."""
         texts: list[bytes] = []
         own_index = MAX_SPEAKERS
-        while len(texts) < MAX_SPEAKERS:
-            speaker = self.find_lowest_rank(bool(text) and own_index == MAX_SPEAKERS)
-            if speaker is None:
-                break
+        speaker: int | None = first_speaker
+        while speaker is not None:
             texts.append(self.broadcast_text(speaker, text))
             if own_index == MAX_SPEAKERS and texts[-1] == text:
                 own_index = len(texts) - 1
-        if not texts:
-            return DistinctTexts({}, [])
+            if len(texts) == MAX_SPEAKERS:
+                break
+            speaker = self.find_lowest_rank(bool(text) and own_index == MAX_SPEAKERS)
         *members, other_ranks = self._gather_members(
             min(own_index, len(texts)) if text else None, len(texts) + 1
         )
@@ -592,7 +608,7 @@ class Ranks:
                 ranks_by_text.setdefault(rank_text, []).append(rank)
         hidden_texts = list(ranks_by_text)[MAX_SPEAKERS:]
         hidden = [rank for rank_text in hidden_texts for rank in ranks_by_text.pop(rank_text)]
-        return DistinctTexts(ranks_by_text, sorted(hidden))
+        return DistinctTexts({**ranks_by_text}, sorted(hidden))
 
     def reduce_numbers(self, numbers: Array, ufunc: np.ufunc, op: str) -> Array:
         """Return a few numbers reduced over all ranks of the session.
@@ -619,6 +635,20 @@ class Ranks:
         candidate = np.array(comm.rank if is_candidate else comm.size)
         rank = int(self.reduce_numbers(candidate, np.minimum, "MIN"))
         return rank if rank < comm.size else None
+
+    def find_first_replica(self, is_candidate: bool) -> tuple[int, bool]:
+        """Return the rank of the first replica that is a candidate, and whether all are.
+
+        Collective. The orders of the ranks may differ; each rank counts as the replica of its own.
+
+        Args:
+          is_candidate: Whether this rank is one; at least one has to be.
+        """
+        comm = self._unordered
+        candidate = self.comm.rank * comm.size + comm.rank if is_candidate else comm.size**2
+        local_numbers = np.array([candidate, is_candidate], np.int64)
+        number, is_every = self.reduce_numbers(local_numbers, np.minimum, "MIN").tolist()
+        return number % comm.size, bool(is_every)
 
     def find_ranks_with(self, is_true: bool) -> list[int]:
         """Return the ranks of the session that call this with True. Collective."""

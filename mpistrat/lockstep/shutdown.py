@@ -13,6 +13,7 @@ as the trials of a sweep, it is the largest code of these sessions.
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeAlias
@@ -57,7 +58,7 @@ class Agreement(NamedTuple):
         leavers_text = (
             f"rank {comm.rank}" if self.alike_rank_count == 1 else f"{self.alike_rank_count} ranks"
         )
-        is_part = in_job != list(range(comm.size)) or comm.size == 1
+        is_part = [*in_job] != [*range(comm.size)] or comm.size == 1
         return f"{leavers_text} of {comm.size}" + (
             f" ({callsite.ranks_text(in_job)} of the job)" * is_part
         )
@@ -204,11 +205,12 @@ def _exchange(lockstep: Ranks, message: _Message, writes: Sequence[PendingWrite]
     kinds = lockstep.gather_distinct_texts(_encode_kind(message))
     alike_write_count = count_alike_writes(lockstep, writes)
     cause = None
-    in_job = mpi.ranks_in_job(lockstep.session.comm)
+    comm = lockstep.session.comm
     if tally.raised != _NO_RANK:
         speaker = tally.raised if tally.raised_itself == _NO_RANK else tally.raised_itself
         cause = json.loads(lockstep.broadcast_text(speaker, json.dumps(message).encode()))
-        failed = [in_job[rank] for rank in kinds.ranks_by_text.get(_encode_kind(cause), [speaker])]
+        alike_ranks = kinds.ranks_by_text.get(_encode_kind(cause), [speaker])
+        failed = _convert_to_job(comm, alike_ranks)
         line = format_failure_line(failed, cause["kind"], cause["place"], cause["text"])
     elif not tally.all_leave:  # those that stay raise that some have left
         position = lockstep.broadcast_text(
@@ -216,7 +218,8 @@ def _exchange(lockstep: Ranks, message: _Message, writes: Sequence[PendingWrite]
         ).decode()
         departed_ranks = {rank for ranks in kinds.ranks_by_text.values() for rank in ranks}
         departed_ranks.update(kinds.other_ranks)
-        staying = [in_job[rank] for rank in range(len(in_job)) if rank not in departed_ranks]
+        staying_ranks = [rank for rank in range(comm.size) if rank not in departed_ranks]
+        staying = _convert_to_job(comm, staying_ranks)
         line = format_failure_line(
             staying, "LockstepError", position, _describe_early_departure(kinds)
         )
@@ -226,9 +229,15 @@ def _exchange(lockstep: Ranks, message: _Message, writes: Sequence[PendingWrite]
     return _Departure(tally, kinds, alike_write_count, cause)
 
 
+def _convert_to_job(comm: Comm, ranks: Sequence[int]) -> Sequence[int]:
+    """Return the numbers in the job of some ranks of `comm`."""
+    in_job = mpi.ranks_in_job(comm)
+    return in_job if len(ranks) == len(in_job) else [in_job[rank] for rank in ranks]
+
+
 def _describe_early_departure(kinds: DistinctTexts) -> str:
     """Return in words the ranks that have left while others had more to do."""
-    departed_ranks = sorted(sum(kinds.ranks_by_text.values(), kinds.other_ranks))
+    departed_ranks = sorted(itertools.chain(kinds.other_ranks, *kinds.ranks_by_text.values()))
     codes = callsite.group_by_key(
         map(_describe_exit_code, kinds.ranks_by_text), kinds.ranks_by_text
     )

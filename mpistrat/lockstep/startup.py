@@ -91,8 +91,8 @@ def compare_facts(lockstep: Lockstep) -> None:
       PreflightError: They differ; on every rank, with a table.
     """
     own_facts = json.dumps(collect_facts(lockstep.options)).encode()
-    messages = lockstep.gather_payloads("preflight", own_facts)
-    if any(message != messages[0] for message in messages):
+    messages = lockstep.compare_payloads("preflight", own_facts)
+    if messages is not None:
         _raise_differences(lockstep, [json.loads(message) for message in messages])
 
 

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import sysconfig
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 
@@ -120,7 +120,7 @@ def locate_failure(error: BaseException) -> str:
     return f"{Path(frame.filename).name}:{frame.lineno} ({frame.name})"
 
 
-def format_failure_line(ranks: list[int], kind: str, position: str, text: str) -> str:
+def format_failure_line(ranks: Sequence[int], kind: str, position: str, text: str) -> str:
     """Return the line about the exception that has ended a job.
 
     Args:

@@ -41,7 +41,7 @@ from mpistrat.arrays import Array, quiet
 from mpistrat.collectives.layout import Segment, find_in_place_columns
 from mpistrat.collectives.node import NodeReducer
 from mpistrat.collectives.plan import Contribution, ReductionInputs
-from mpistrat.collectives.weights import Scales
+from mpistrat.collectives.weights import Scales, sum_equal
 from mpistrat.kernels.elementwise import factors_of
 from mpistrat.kernels.loops import reduce_blocks
 from mpistrat.kernels.ops import ReduceOp
@@ -164,7 +164,9 @@ def reduce_gradients(state: State, gradient_call: GradientCall) -> ReducedGradie
         alarm = group.reducer.describe_alarm(gradient_call.name, contributions)
     inputs = ReductionInputs(dense, (weight,), None, gradient_call.rates, alarm)
     totals = update_plan.reduction(inputs)
-    total_weight = math.fsum(group.reducer.weights[:, 0].tolist())
+    weights = group.reducer.weights[:, 0]
+    # Equal weights of many ranks are one number, broadcast.
+    total_weight = math.fsum(weights.tolist()) if weights.strides[0] else sum_equal(weights)
     return ReducedGradients(totals, total_weight, sparse_gradients)
 
 
@@ -301,10 +303,10 @@ def _reduce_in_place(
     reducer, plan = state.strategy._replicas.reducer, gradient_call.update_plan.plan
     text = plan.text + in_place.suffix + reducer.options_text + gradient_call.rates
     scales, _ = reducer.handshake(plan, text, plan.pack_weights((weight,)))
-    total_weight = math.fsum(reducer.weights[:, 0].tolist())
+    weights = reducer.weights[:, 0]
+    total_weight = math.fsum(weights.tolist()) if weights.strides[0] else sum_equal(weights)
     # Each accumulated call counts by its weight, and not by its share of the mean.
-    if state.accumulates:
-        scales = Scales(reducer.weights, [1.0])
+    scales = Scales(reducer.weights, [1.0]) if state.accumulates else scales
     column, divisor = scales.select_leaf(0)
     try:
         if in_place.placed is not None and total_weight:

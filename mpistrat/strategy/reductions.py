@@ -282,8 +282,8 @@ def _refuse_empty(
 ) -> None:
     counts = np.array([contribution.weight for contribution in contributions], np.int64)
     messages = group.lockstep.gather_payloads(f"{call} counts", counts.tobytes())
-    totals = sum(np.frombuffer(message, np.int64) for message in messages)
-    empty = [path for path, total in zip(paths, np.atleast_1d(totals), strict=True) if total == 0]
+    totals = np.frombuffer(b"".join(messages), np.int64).reshape(len(messages), -1).sum(axis=0)
+    empty = [path for path, total in zip(paths, totals, strict=True) if total == 0]
     if empty:
         group.lockstep.raise_on_all_ranks(
             StructureError(f"{call}: {label(empty[0])} is empty on every replica.")

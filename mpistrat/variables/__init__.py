@@ -19,7 +19,8 @@ and restored where each replica has its own copy.
 - `assignment`: values for variables, converted; scatter updates. `aggregation`: writes, and when
   they are compared.
 - `on_read`: variables of which each replica has a copy of its own.
-- `values`: `PerReplica`, `Mirrored`. `regroup`: the values of all replicas as one.
+- `values`: `PerReplica`, `Mirrored`. `regroup`: the values of all replicas as one; `tree_summary`:
+  the bytes that ranks exchange for it.
 - `indexed_slices`: `IndexedSlices`. `sparse`: their reductions.
 - `writes`: checks that ranks hold the same contents. `arguments`: checks of arguments.
 """

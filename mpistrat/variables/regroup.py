@@ -2,33 +2,43 @@
 
 `select_local` takes a replica's part of a tree. `Regrouper` makes one tree of the trees that the
 replicas hold, as far as the strategy's view shows them. A handshake brings what it has to know of
-the other replicas: `summarize_tree` writes a compact summary of this replica's tree, with its small
-values, and `LeafMessages` reads those of all ranks. Both are pure.
+the other replicas: the summaries of `mpistrat.variables.tree_summary`.
 
-A dict has its keys in one order on all ranks: a checksum of the order is part of the summary, and
-where it differs, the keys are sorted.
+A dict has its keys in one order on all ranks; where the order differs, the keys are sorted.
 """
 
 from __future__ import annotations
 
 import functools
-import hashlib
-import zlib
 from collections import UserDict
-from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple, NoReturn, final
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NoReturn, final
 
 import numpy as np
 
 from mpistrat import pytree
-from mpistrat.arrays import digest
 from mpistrat.comm.serialization import decode, encode, pack, unpack
-from mpistrat.errors import LeafTypeError, LockstepError, StrategyError
-from mpistrat.lockstep.frame import MAX_PAYLOAD
+from mpistrat.errors import LockstepError, StrategyError
 from mpistrat.lockstep.handshake import Lockstep
 from mpistrat.strategy.context_stack import check_same_strategy
-from mpistrat.variables.indexed_slices import IndexedSlices, list_arrays
+from mpistrat.variables.indexed_slices import IndexedSlices
 from mpistrat.variables.kinds import LOCAL_VIEW, SINGLE_REPLICA, DistributedVariable, View
+from mpistrat.variables.tree_summary import (
+    MIRRORED_TAG,
+    NONE_TAG,
+    PLAIN_TAGS,
+    TEXT_TAG,
+    UNSENT_TAG,
+    UNWRAPPED_TAGS,
+    VARIABLE_TAG,
+    Entry,
+    LeafMessages,
+    TreeSummary,
+    encode_order,
+    find_parts,
+    shorten_text,
+    summarize_tree,
+)
 from mpistrat.variables.values import (
     DistributedValues,
     Mirrored,
@@ -37,157 +47,6 @@ from mpistrat.variables.values import (
     PerReplica,
     describe_provenance,
 )
-
-NONE_TAG, VARIABLE_TAG, MIRRORED_TAG, UNSENT_TAG = b"n", b"v", b"m", b"o"
-BOOL_TAG, SHORT_TEXT_TAG, TEXT_TAG = b"b", b"s", b"t"
-UNWRAPPED_TAGS = frozenset({NONE_TAG, VARIABLE_TAG, MIRRORED_TAG})
-# Kinds of the values that `merge_fn` gets unwrapped, if all replicas agree.
-PLAIN_TAGS = frozenset({BOOL_TAG, TEXT_TAG, SHORT_TEXT_TAG})
-_MAX_SHORT_TEXT = 64
-_NAME_NBYTES = 8  # bytes that say which variable, which mirrored value, or which text
-# How many bytes a message has of a leaf, where not all values could be sent.
-_NBYTES_BY_TAG = {
-    VARIABLE_TAG[0]: _NAME_NBYTES,
-    MIRRORED_TAG[0]: _NAME_NBYTES,
-    TEXT_TAG[0]: _NAME_NBYTES,
-    BOOL_TAG[0]: 1,
-}
-
-
-@final
-class TreeSummary(NamedTuple):
-    """The summary of one replica's tree.
-
-    Attributes:
-      structure: The structure.
-      text: The structure in words.
-      leaves: This replica's leaves.
-      order: `encode_order` of the tree.
-      message: The bytes that are sent, as `LeafMessages` reads them.
-      is_bare: No leaf has to be wrapped if all replicas say the same.
-    """
-
-    structure: pytree.Structure
-    text: str
-    leaves: list[Any]
-    order: bytes
-    message: bytes
-    is_bare: bool
-
-
-def summarize_tree(origin: Origin, tree: object, should_unwrap_plain: bool = False) -> TreeSummary:
-    """Return this replica's summary of a tree.
-
-    Args:
-      origin: The ranks whose values are known to be the same.
-      tree: Any value.
-      should_unwrap_plain: Text, bytes and bools are not wrapped where all replicas have the same.
-    """
-    leaves, structure = pytree.flatten(tree)
-    leaves = [leaf.local if type(leaf) is PerReplica else leaf for leaf in leaves]
-    entries = [_encode_leaf(leaf, origin, should_unwrap_plain) for leaf in leaves]
-    order = encode_order(tree)
-    tags, contents = zip(*entries, strict=True) if entries else ((), ())
-    sizes = [*map(len, contents)]
-    if 1 + len(order) + 2 * len(sizes) + sum(sizes) <= MAX_PAYLOAD:
-        message = b"d" + order + b"".join(tags) + bytes(sizes) + b"".join(contents)
-    else:
-        tags, contents = zip(
-            *[_drop_value(*entry, should_unwrap_plain) for entry in entries], strict=True
-        )
-        message = b"k" + order + b"".join(tags) + b"".join(contents)
-    bare_tags = UNWRAPPED_TAGS | PLAIN_TAGS if should_unwrap_plain else UNWRAPPED_TAGS
-    is_bare = bare_tags.issuperset(tags)
-    text = pytree.describe(structure)
-    # Without a call of a Python function, as each step has several.
-    return tuple.__new__(TreeSummary, (structure, text, leaves, order, message, is_bare))
-
-
-def _drop_value(tag: bytes, content: bytes, should_unwrap_plain: bool) -> tuple[bytes, bytes]:
-    """Return an entry without its value; plain values that may be unwrapped keep a name."""
-    if should_unwrap_plain and tag in PLAIN_TAGS:
-        return (tag, content) if tag == BOOL_TAG else shorten_text(tag, content)
-    return (tag, content) if tag in UNWRAPPED_TAGS else (UNSENT_TAG, b"")
-
-
-def shorten_text(tag: bytes, content: bytes) -> tuple[bytes, bytes]:
-    """Return the entry by which one short text is compared with others, which may be long."""
-    return _digest_text(str, content) if tag == SHORT_TEXT_TAG else (tag, content)
-
-
-def _digest_text(text_class: type, content: bytes) -> tuple[bytes, bytes]:
-    class_name = f"{text_class.__module__}.{text_class.__qualname__} ".encode()
-    return TEXT_TAG, hashlib.blake2b(class_name + content, digest_size=_NAME_NBYTES).digest()
-
-
-def _encode_leaf(leaf: object, origin: Origin, should_unwrap_plain: bool) -> tuple[bytes, bytes]:
-    if isinstance(leaf, DistributedVariable):
-        return VARIABLE_TAG, leaf._number.to_bytes(_NAME_NBYTES, "little")
-    if type(leaf) is Mirrored:
-        return MIRRORED_TAG, _name_mirrored(leaf, origin)
-    if should_unwrap_plain and isinstance(leaf, str | bytes):
-        content = leaf.encode(errors="surrogatepass") if isinstance(leaf, str) else bytes(leaf)
-        if type(leaf) is not str or len(content) > _MAX_SHORT_TEXT:
-            return _digest_text(type(leaf), content)
-    return encode(leaf, is_unlimited=False)
-
-
-def _name_mirrored(mirrored: Mirrored, origin: Origin) -> bytes:
-    """Return bytes that are equal on all ranks exactly if the value is."""
-    handshake_name = mirrored._find_handshake(origin.session)
-    if handshake_name:
-        return hashlib.blake2b(handshake_name.encode(), digest_size=_NAME_NBYTES).digest()
-    try:
-        return digest(list_arrays(mirrored.local))[:_NAME_NBYTES]
-    except LeafTypeError:  # no array: then what it looks like has to do
-        return hashlib.blake2b(repr(mirrored.local).encode(), digest_size=_NAME_NBYTES).digest()
-
-
-def encode_order(tree: object) -> bytes:
-    """Return a checksum of the order of keys in the dicts of a tree; empty without dicts."""
-    text = pytree.key_order_text(tree)
-    return zlib.crc32(text.encode()).to_bytes(4, "little") if text else b""
-
-
-@final
-class LeafMessages:
-    """The summaries of all ranks, as `summarize_tree` makes them; parsed as far as needed.
-
-    Args:
-      messages: The bytes of all ranks, in replica order.
-      start: Where the kinds of the leaves begin, after the order.
-      leaf_count: How many leaves there are.
-    """
-
-    def __init__(self, messages: list[bytes], start: int, leaf_count: int):
-        """Keep the messages."""
-        self._messages, self._start, self._count = messages, start, leaf_count
-
-    def find_tags(self, leaf_index: int) -> set[bytes]:
-        """Return the kinds that a leaf has."""
-        at = self._start + leaf_index
-        return {message[at : at + 1] for message in self._messages}
-
-    def list_entries(self, leaf_index: int) -> list[tuple[bytes, bytes]]:
-        """Return kind and bytes of a leaf on each rank."""
-        return [row[leaf_index] for row in self._entries_by_rank]
-
-    @functools.cached_property
-    def _entries_by_rank(self) -> list[list[tuple[bytes, bytes]]]:
-        return [self._parse(message) for message in self._messages]
-
-    def _parse(self, message: bytes) -> list[tuple[bytes, bytes]]:
-        start, at = self._start, self._start + self._count
-        tags = message[start:at]
-        sizes: Iterable[int] = (_NBYTES_BY_TAG.get(tag, 0) for tag in tags)
-        if message[:1] == b"d":
-            sizes, at = message[at : at + self._count], at + self._count
-        entries = []
-        for tag, size in zip(tags, sizes, strict=True):
-            entries.append((bytes([tag]), message[at : at + size]))
-            at += size
-        return entries
-
 
 _SLICES_TAG = b"z"
 _UNKNOWN_TAGS = frozenset({UNSENT_TAG, VARIABLE_TAG, MIRRORED_TAG, TEXT_TAG})
@@ -231,10 +90,6 @@ class Regrouper:
         self.rank = lockstep.comm.rank
         self._session_rank = self.origin.ranks[self.rank]
         self.size = lockstep.comm.size
-        # Placeholders for the replicas before this one, and after it.
-        placeholders = [OnRank(rank) for rank in self.origin.ranks] if view.should_wrap else []
-        self._earlier_replicas = placeholders[: self.rank]
-        self._later_replicas = placeholders[self.rank + 1 :]
         self._always_known = self.size == 1 or not view.should_wrap
         # Most functions of a run return nothing, so the summary of None is made once.
         self._none_summary = summarize_tree(self.origin, None)
@@ -377,7 +232,7 @@ class Regrouper:
             self.lockstep.fail_collectively(call, error)
 
     def _read_messages(
-        self, received: list[bytes] | None, summary: TreeSummary
+        self, received: Sequence[bytes] | None, summary: TreeSummary
     ) -> tuple[pytree.Structure, LeafMessages]:
         """Return the structure that results have, and the summaries of all ranks.
 
@@ -385,13 +240,12 @@ class Regrouper:
           received: The messages of all ranks; None if they are equal.
           summary: The summary of this replica.
         """
-        structure = summary.structure
-        start = 1 + len(summary.order)
-        if received is None:
-            received = [summary.message] * self.size
-        elif {message[1:start] for message in received} != {summary.order}:
+        structure, order = summary.structure, summary.order
+        messages = [summary.message] if received is None else received
+        start = 1 + len(order)
+        if order and find_parts(messages, 1, start) != {order}:
             structure = pytree.with_sorted_keys(structure)
-        return structure, LeafMessages(received, start, len(summary.leaves))
+        return structure, LeafMessages(messages, start, len(summary.leaves))
 
     def _is_same(
         self,
@@ -403,16 +257,15 @@ class Regrouper:
     ) -> bool:
         """Tell whether a leaf is one thing of all replicas; not the same variable is an error."""
         if should_unwrap_plain and PLAIN_TAGS.issuperset(tags):
-            return len({shorten_text(*entry) for entry in messages.list_entries(leaf_index)}) == 1
+            return len({shorten_text(*entry) for entry in messages.find_entries(leaf_index)}) == 1
         if len(tags) > 1 or UNWRAPPED_TAGS.isdisjoint(tags):
             return False
-        entries = [] if tags == {NONE_TAG} else messages.list_entries(leaf_index)
-        is_same = len(set(entries)) <= 1
+        is_same = tags == {NONE_TAG} or len(messages.find_entries(leaf_index)) <= 1
         if not is_same and tags == {VARIABLE_TAG}:
-            self._fail_on_variables(call, entries)
+            self._fail_on_variables(call, messages.list_entries(leaf_index))
         return is_same
 
-    def _fail_on_variables(self, call: str, entries: list[tuple[bytes, bytes]]) -> NoReturn:
+    def _fail_on_variables(self, call: str, entries: list[Entry]) -> NoReturn:
         ranks = self.origin.ranks
         numbers = [int.from_bytes(content, "little") for _, content in entries]
         pairs = sorted(zip(ranks, numbers, strict=True))
@@ -444,11 +297,12 @@ class Regrouper:
         self, messages: LeafMessages, leaf_index: int, local_value: object
     ) -> tuple[Any, ...]:
         """Return the values of all replicas, with this rank's `local_value` among them."""
+        entries = messages.list_entries(leaf_index)
+        if len(entries) < self.size:  # all ranks have the same
+            entries *= self.size
         values = [
             OnRank(rank) if tag in _UNKNOWN_TAGS else decode(tag, content)
-            for rank, (tag, content) in zip(
-                self.origin.ranks, messages.list_entries(leaf_index), strict=True
-            )
+            for rank, (tag, content) in zip(self.origin.ranks, entries, strict=True)
             if rank != self._session_rank
         ]
         values.insert(self.rank, local_value)
@@ -469,17 +323,24 @@ class Regrouper:
             return tree
         leaves, structure = leaves_and_structure or pytree.flatten(tree)
         call_number, origin = self.lockstep.session.calls, self.origin
-        earlier_replicas, later_replicas = self._earlier_replicas, self._later_replicas
-        is_known = self._always_known
+        add_placeholders, is_known = self._add_placeholders, self._always_known
         wrapped: list[Any] = []
         for leaf in leaves:
             if isinstance(leaf, DistributedVariable):
                 wrapped.append(leaf)
                 continue
             provenance = call_number, len(wrapped), structure
-            values = (*earlier_replicas, leaf, *later_replicas)
+            values = functools.partial(add_placeholders, leaf)
             wrapped.append(PerReplica(leaf, values, is_known, provenance, origin))
         return pytree.unflatten(structure, wrapped)
+
+    def _add_placeholders(self, local_value: object) -> tuple[Any, ...]:
+        """Return this replica's value with placeholders for the others that the view shows."""
+        if self._always_known:
+            return (local_value,)
+        values: list[Any] = [*map(OnRank, self.origin.ranks)]
+        values[self.rank] = local_value
+        return tuple(values)
 
     def list_local_results(self, value: object) -> tuple[Any, ...]:
         """Return every replica's `value` that the view shows; see the method of `Strategy`."""

@@ -19,7 +19,7 @@ import copy
 import functools
 import operator
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeAlias, final
 
 import numpy as np
@@ -181,11 +181,11 @@ class Origin(NamedTuple):
 
     Attributes:
       session: Their session, known by identity.
-      ranks: The rank of the first replica, of the second and so on.
+      ranks: The rank of the first replica, of the second and so on; a range in rank order.
     """
 
     session: Any
-    ranks: tuple[int, ...]
+    ranks: Sequence[int]
 
     @staticmethod
     def from_lockstep(lockstep: Lockstep) -> Origin:

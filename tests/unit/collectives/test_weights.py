@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 
 import ml_dtypes
 import numpy as np
@@ -10,7 +11,12 @@ import pytest
 from every import every
 
 import mpistrat as ms
-from mpistrat.collectives.weights import as_weight
+from mpistrat.collectives.weights import (
+    as_weight,
+    compute_equal_scales,
+    compute_scales,
+    sum_equal,
+)
 from mpistrat.testing import run_ranks
 
 
@@ -285,3 +291,17 @@ def test_many_leaves_have_their_weights_too(strategy_on):
     for got in run_ranks(rank, 2):
         for i, leaf in enumerate(got):
             assert leaf.tolist() == [(i + 3 * (100 + i)) / 4] * 2
+
+
+@every("weights", [[1.0], [3.0, 0.0], [0.0], [0.1], [2.0**40, 0.3], [5.0, 7.0]])
+@every("size", [1, 3, 66, 4099])
+@every("is_weighting", [True, False])
+def test_equal_weights_have_the_scales_of_their_table(weights, size, is_weighting):
+    table = np.full((size, len(weights)), weights)
+    got = compute_equal_scales(weights, size, is_weighting)
+    want = compute_scales(table, is_weighting)
+    assert (got.table is None) == (want.table is None)
+    assert want.table is None or np.array_equal(got.table, want.table)
+    assert [*got.divisors] == [*want.divisors]
+    column = np.broadcast_to(np.array(weights), table.shape)[:, 0]
+    assert sum_equal(column) == math.fsum(table[:, 0].tolist())

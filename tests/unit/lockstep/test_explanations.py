@@ -150,18 +150,22 @@ def test_distinct_texts(size):
 
     def program(comm):
         lockstep = ms.MirroredStrategy()._replicas.lockstep
-        return [lockstep.gather_distinct_texts(text(comm.rank)) for text in patterns.values()]
+        results = [lockstep.gather_distinct_texts(text(comm.rank)) for text in patterns.values()]
+        return [
+            ({text: [*ranks] for text, ranks in result.ranks_by_text.items()}, result.other_ranks)
+            for result in results
+        ]
 
     for results in run_ranks(program, size):
-        for text, result in zip(patterns.values(), results, strict=True):
+        for text, (ranks_by_text, other_ranks) in zip(patterns.values(), results, strict=True):
             expected = {}
             for rank in range(size):
                 expected.setdefault(text(rank), []).append(rank)
             expected.pop(b"", None)
             shown = dict(itertools.islice(expected.items(), MAX_SPEAKERS))
             others = [rank for rank in range(size) if text(rank) and text(rank) not in shown]
-            assert list(result.ranks_by_text.items()) == list(shown.items())
-            assert result.other_ranks == others
+            assert list(ranks_by_text.items()) == list(shown.items())
+            assert other_ranks == others
 
 
 def test_ranks_in_calls_of_strategies_of_different_orders_understand_each_other():
@@ -174,6 +178,17 @@ def test_ranks_in_calls_of_strategies_of_different_orders_understand_each_other(
     for texts, ranks in run_ranks(program, 3):
         assert texts.ranks_by_text == {b"even": [0, 2], b"odd": [1]}
         assert ranks == [2]
+
+
+@pytest.mark.parametrize("failed", [[0], [2], [1, 2], [0, 2], [0, 1, 2]])
+@pytest.mark.parametrize("order", [None, (2, 0, 1)])
+def test_the_first_replica_that_failed_is_found(failed, order):
+    def program(comm):
+        lockstep = Lockstep(ms.MirroredStrategy()._replicas.lockstep.session, order=order)
+        return lockstep.find_first_replica(comm.rank in failed)
+
+    first = next(rank for rank in order or range(3) if rank in failed)
+    assert run_ranks(program, 3) == [(first, len(failed) == 3)] * 3
 
 
 def exit_code(rows):
