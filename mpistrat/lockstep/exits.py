@@ -91,6 +91,27 @@ NotedExit.__module__ = "builtins"
 
 
 @final
+class _FailedCell:
+    """A cell of IPython that failed on this rank; ranks compare it as a write.
+
+    Attributes:
+      digest: The same on all ranks whose cells failed.
+    """
+
+    digest = b"a failed cell..."
+
+    def text(self) -> str:
+        """Return what messages say of it."""
+        return "a cell that failed on this rank; run the next cell on all engines again"
+
+    def undo(self) -> None:
+        """Do nothing."""
+
+
+_FAILED_CELL = _FailedCell()
+
+
+@final
 class Exits:
     """The ways to exit one process.
 
@@ -129,17 +150,31 @@ class Exits:
         self._is_armed = True
         atexit.register(self.at_exit)
         if _is_interactive():
-            self._drop_interrupts_after_cells()
+            self._follow_cells()
         else:
             sys.excepthook = self.note_uncaught
             sys.exit = self.exit
 
-    def _drop_interrupts_after_cells(self) -> None:
-        """In IPython an interrupt is meant for the cell that runs, and must not end a later one."""
+    def _follow_cells(self) -> None:
+        """Hear of the end of each cell, in IPython.
+
+        An interrupt is meant for the cell that runs, and must not end a later one. And the calls of
+        a cell that failed on some ranks only are not those of the next cell.
+        """
         get_ipython = getattr(sys.modules.get("IPython"), "get_ipython", None)
         shell = None if get_ipython is None else get_ipython()
         if shell is not None:
             shell.events.register("post_execute", self.kept_interrupt.drop)
+            shell.events.register("post_run_cell", self._note_failed_cell)
+
+    def _note_failed_cell(self, result: Any) -> None:
+        """Let the next call be another one than on ranks whose last cell did not fail."""
+        if result.success:
+            return
+        for session in self.sessions:
+            writes = session.get_instance(CallState).pending_writes
+            if session.comm.size > 1 and _FAILED_CELL not in writes:
+                writes.append(_FAILED_CELL)
 
     def arm_alone(self) -> None:
         """Print the exception that ends the program without frames of the library, without MPI."""

@@ -56,12 +56,23 @@ check_all()
 waiting = submit("if strategy.rank == 1: 1 / 0\\nstrategy.all_reduce('sum', 1)")
 while rc.queue_status()[engines[1]]["queue"]:
     time.sleep(0.1)
+time.sleep(2)  # engine 0 is in its call
 rc.send_signal("SIGINT", block=True)
 time.sleep(1)
 assert not waiting.ready()  # an engine that waits in a call cannot be interrupted
 shell.run_cell(meet.replace("--targets 1", f"--targets {engines[1]}"))
 errors = finish(waiting)  # the interrupt may come once more while the cell ends
 assert errors in (["LockstepError", zero], ["KeyboardInterrupt", zero]), errors
+check_all()
+
+# The next cell on the engine that failed makes the call that the other waits in, and is told.
+waiting = submit("if strategy.rank == 1: 1 / 0\\nstrategy.all_reduce('sum', 7)")
+while rc.queue_status()[engines[1]]["queue"]:
+    time.sleep(0.1)
+time.sleep(1)
+following = submit("strategy.all_reduce('sum', 1)", [engines[1]])
+assert following.wait(60) and following.metadata[0]["error"].ename == "LockstepError"
+assert finish(waiting) == ["LockstepError", zero]
 check_all()
 
 # A call of one engine, which the other makes in a later cell.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import re
 import signal
 import subprocess
 import sys
@@ -266,8 +267,34 @@ def test_in_ipython_an_interrupt_does_not_outlive_its_cell(is_kernel, monkeypatc
     monkeypatch.setitem(sys.modules, "IPython", module)
     monkeypatch.setattr("atexit.register", lambda *args: None)
     run_ranks(lambda comm: way.arm(ms.MirroredStrategy()._replicas.lockstep.session), 1)
-    assert [name for name, _ in shell.called] == ["post_execute"] * is_kernel
+    assert [name for name, _ in shell.called] == ["post_execute", "post_run_cell"] * is_kernel
     way.kept_interrupt.keep_error(KeyboardInterrupt())
-    for _, end_cell in shell.called:
+    for _, end_cell in shell.called[:1]:
         end_cell()
     assert way.kept_interrupt.is_pending is not is_kernel
+
+
+@pytest.mark.parametrize("failed_ranks", [{1}, {0, 1, 2}, set()])
+def test_calls_of_a_failed_cell_and_of_the_next_are_not_one_call(failed_ranks):
+    """Rank 1 fails before its call; the others wait in theirs when rank 1 runs the next cell."""
+
+    def program(comm):
+        strategy, way = ms.MirroredStrategy(comm=comm), Exits()
+        way.sessions = [strategy._replicas.lockstep.session]
+        way._note_failed_cell(SimpleNamespace(success=comm.rank not in failed_ranks))
+        way._note_failed_cell(SimpleNamespace(success=True))
+        texts = []
+        for _ in range(2):
+            try:
+                texts.append(int(strategy.all_reduce("sum", 1)))
+            except ms.LockstepError as error:
+                texts.append(str(error))
+        return texts
+
+    for first, second in run_ranks(program, 3):
+        assert second == 3
+        if failed_ranks == {1}:
+            assert re.search(r"rank 1: .*after a cell that failed on this rank; run", first)
+            assert "ranks 0, 2: " in first
+        else:
+            assert first == 3
