@@ -10,7 +10,7 @@ from torch.autograd.function import once_differentiable
 
 from mpistrat import pytree
 from mpistrat.arrays import label
-from mpistrat.errors import ContextError, LeafTypeError
+from mpistrat.errors import LeafTypeError
 from mpistrat.kernels.ops import ReduceOp
 from mpistrat.strategy.all_reduce import all_reduce_tree
 from mpistrat.strategy.context_stack import enter_replica
@@ -225,15 +225,17 @@ class SyncBatchNorm(torch.nn.modules.batchnorm._BatchNorm):
     """Batch normalisation by mean and variance over the rows of all ranks.
 
     Each row counts once, however the rows are spread: a rank may have one row, or none. In a
-    replicated model the gradients are those of one process with all rows. A rank without rows runs
-    a model that has such a layer, on no rows, as the others wait for it there.
+    replicated model the gradients are those of one process with all rows. In
+    DistributedDataParallel, which takes the mean of the ranks' gradients, they are those of the
+    mean of the ranks' losses. A rank without rows runs a model that has such a layer, on no rows,
+    as the others wait for it there.
 
     Collective: in training all ranks call it, and its backward pass. Arguments and attributes are
     those of ``torch.nn.BatchNorm2d``; inputs have 2 dimensions or more. `replicate` gives it the
-    strategy.
+    strategy; without one it normalises over the ranks of torch.distributed, if that is initialized.
 
     Cost: in training an all-reduce of two numbers per channel, and one in the backward pass.
-    Like: ``torch.nn.SyncBatchNorm``.
+    Like: ``torch.nn.SyncBatchNorm``, which is for GPUs only.
 
     Example:
       >>> tuple(SyncBatchNorm(3)(torch.randn(5, 3)).shape)
@@ -247,7 +249,8 @@ class SyncBatchNorm(torch.nn.modules.batchnorm._BatchNorm):
         """Return a model with these layers in place of its layers of batch normalisation.
 
         Args:
-          model: The model; its layers are replaced in place, before `replicate`.
+          model: The model; its layers are replaced in place, before `replicate` or
+            DistributedDataParallel.
         """
         converted = model
         batch_norm_class = torch.nn.modules.batchnorm._BatchNorm
@@ -287,18 +290,10 @@ class SyncBatchNorm(torch.nn.modules.batchnorm._BatchNorm):
 
         Args:
           input: Of shape (rows, channels, ...).
-
-        Raises:
-          ContextError: `replicate` was not called, in training in a group of several ranks.
         """
         strategy = None if self._strategy_ref is None else self._strategy_ref()
-        if strategy is None and self.training and _is_in_group():
-            raise ContextError(
-                "SyncBatchNorm: this model was not replicated, so the statistics would be those of "
-                "each rank's rows. Use mpistrat.torch.replicate(model), not "
-                "DistributedDataParallel; or, if that is meant, torch.nn.BatchNorm2d."
-            )
-        if strategy is None or not self.training or strategy.num_replicas_in_sync == 1:
+        rank_count = _count_group_ranks() if strategy is None else strategy.num_replicas_in_sync
+        if not self.training or rank_count == 1:
             return super().forward(input)
         self._check_input_dim(input)
         weight, bias = self.weight, self.bias
@@ -318,13 +313,20 @@ class SyncBatchNorm(torch.nn.modules.batchnorm._BatchNorm):
             self.running_var.lerp_(variance.to(self.running_var.dtype), momentum)
 
 
-def _is_in_group() -> bool:
+def _count_group_ranks() -> int:
     distributed = torch.distributed
-    return bool(
-        distributed.is_available()
-        and distributed.is_initialized()
-        and distributed.get_world_size() > 1
-    )
+    is_initialized = distributed.is_available() and distributed.is_initialized()
+    return distributed.get_world_size() if is_initialized else 1
+
+
+def _sum_over_ranks(strategy: Strategy | None, tensors: list[torch.Tensor]) -> Any:
+    """Return sums over the ranks of a strategy, or without one over those of torch.distributed."""
+    if strategy is not None:
+        return _reduce_leaves(strategy, ReduceOp.SUM, tensors)
+    sums = torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
+    torch.distributed.all_reduce(sums)
+    parts = sums.split([tensor.numel() for tensor in tensors])
+    return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
 
 
 class _NormalizeOverRanks(torch.autograd.Function):
@@ -337,7 +339,7 @@ class _NormalizeOverRanks(torch.autograd.Function):
         weight: torch.Tensor | None,
         bias: Any,
         eps: float,
-        strategy: Strategy,
+        strategy: Strategy | None,
     ) -> Any:
         """Normalise by mean and variance of all rows."""
         axes = [0, *range(2, x.ndim)]
@@ -348,7 +350,7 @@ class _NormalizeOverRanks(torch.autograd.Function):
             double_x.sum(axes),
             (double_x * double_x).sum(axes),
         ]
-        count, total, squares = _reduce_leaves(strategy, ReduceOp.SUM, local_sums)
+        count, total, squares = _sum_over_ranks(strategy, local_sums)
         if count <= 1:
             raise ValueError("SyncBatchNorm wants more than 1 value per channel in all ranks.")
         mean = total / count
@@ -357,7 +359,9 @@ class _NormalizeOverRanks(torch.autograd.Function):
         shape = [1, -1, *[1] * (x.ndim - 2)]
         normalized = ((double_x - mean.view(shape)) * scale.view(shape)).to(x.dtype)
         ctx.save_for_backward(normalized, weight, scale)
-        ctx.call_options = strategy, axes, shape, local_count, float(count)
+        # The ranks' losses are weighted by rows, and alike in DistributedDataParallel.
+        loss_count = local_count if strategy is not None else float(count) / _count_group_ranks()
+        ctx.call_options = strategy, axes, shape, loss_count, float(count)
         output = (
             normalized if weight is None else normalized * weight.view(shape) + bias.view(shape)
         )
@@ -367,17 +371,15 @@ class _NormalizeOverRanks(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor, *_: Any) -> Any:
-        """Return gradients whose mean over the rows of all ranks is the gradient of one process."""
+        """Return gradients whose mean, weighted as the losses are, is that of one process."""
         normalized, weight, scale = ctx.saved_tensors
-        strategy, axes, shape, local_count, count = ctx.call_options
+        strategy, axes, shape, loss_count, count = ctx.call_options
         double_gradient = gradient.double()
         bias_sums, weight_sums = double_gradient.sum(axes), (double_gradient * normalized).sum(axes)
-        # Each rank's loss is a mean over its own rows, so the losses are weighted by rows.
-        scaled_sums = [bias_sums * (local_count / count), weight_sums * (local_count / count)]
-        bias_total, weight_total = _reduce_leaves(strategy, ReduceOp.SUM, scaled_sums)
-        correction = (bias_total.view(shape) + normalized * weight_total.view(shape)) / max(
-            local_count, 1
-        )
+        scaled_sums = [bias_sums * (loss_count / count), weight_sums * (loss_count / count)]
+        bias_total, weight_total = _sum_over_ranks(strategy, scaled_sums)
+        correction = bias_total.view(shape) + normalized * weight_total.view(shape)
+        correction = correction / (loss_count or 1)
         input_gradient = (double_gradient - correction) * scale.view(shape)
         if weight is None:
             return input_gradient.to(gradient.dtype), None, None, None, None

@@ -70,18 +70,6 @@ def test_gradients_pass_an_all_gather(size):
     run_ranks(program, size)
 
 
-def test_batch_normalisation_that_no_strategy_is_told_of_is_refused_in_a_group(monkeypatch):
-    """As in DistributedDataParallel, where each rank would take the statistics of its own rows."""
-    norm, x = mt.SyncBatchNorm(3), torch.randn(5, 3)
-    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 1)
-    norm(x)
-    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
-    with pytest.raises(ms.errors.ContextError, match=r"was not replicated.*replicate\(model\)"):
-        norm(x)
-    norm.eval()(x)
-
-
 @pytest.mark.parametrize("call", ["all_reduce", "all_gather", "SyncBatchNorm"])
 def test_gradients_of_gradients_are_an_error_and_not_constants(call):
     def program(comm):

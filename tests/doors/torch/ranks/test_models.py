@@ -5,6 +5,8 @@ Each rank has two of the rows; one process has all of them.
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -18,6 +20,8 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
+
+import mpistrat.torch as mt
 
 ROWS, STEPS = 2, 3
 
@@ -230,3 +234,32 @@ def test_checkpoints(rank, size, tmp_path, beside):
     )
     got = [p.full_tensor() for p in net.parameters()]
     assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True))
+
+
+def test_batch_normalisation_over_all_ranks(rank, size):
+    """The gradient of the mean of the ranks' losses; each row counts once in the statistics."""
+    starts = [rank * (rank + 1) // 2 for rank in range(size + 1)]
+    rows = [slice(*ends) for ends in itertools.pairwise(starts)]  # 1, 2, 3, ...
+    x = torch.randn(STEPS, starts[-1] + 1, 4, generator=torch.Generator().manual_seed(1)) * 3 + 1
+    rows[-1] = slice(rows[-1].start, starts[-1] + 1)  # more than one if there is one rank
+
+    def make_net():
+        torch.manual_seed(7)
+        return torch.nn.Sequential(
+            torch.nn.Linear(4, 3), torch.nn.BatchNorm1d(3), torch.nn.Tanh(), torch.nn.Linear(3, 1)
+        )
+
+    def train(net, slices, batches):
+        optimizer = sgd(net)
+        for batch_x in batches:
+            optimizer.zero_grad()
+            squares = net(batch_x).square()
+            torch.stack([squares[part].mean() for part in slices]).mean().backward()
+            optimizer.step()
+
+    alone, net = make_net(), mt.SyncBatchNorm.convert(make_net())
+    train(alone, rows, x)
+    replicated = DistributedDataParallel(net, broadcast_buffers=False)
+    train(replicated, [slice(None)], x[:, rows[rank]])
+    for name, value in alone.state_dict().items():
+        torch.testing.assert_close(net.state_dict()[name], value, rtol=1e-4, atol=1e-5)
