@@ -4,10 +4,12 @@ nox                                     every interpreter on PATH; those that ar
 nox -s "fast-3.13(mpi='openmpi')"       one of them, with the other MPI
 nox -s lowest                           the lowest versions of what it needs, on the oldest Python
 nox -s doors                            PyTorch and JAX, the lowest versions and the newest
+nox -s frameworks                       Lightning, Accelerate and transformers, the newest
 nox --download-python auto              nox fetches what is missing
 .ci/nightly                             the fast suite and the doors on the newest Pythons, and more
 """
 
+import os
 import re
 from pathlib import Path
 
@@ -52,3 +54,13 @@ def doors(session: nox.Session, versions: str) -> None:
     places = ["tests/doors", "mpistrat/torch", "mpistrat/jax"]
     speed = "not mpi and not nightly and not cluster"
     session.run("python", "-m", "pytest", "-n", "2", "-m", speed, *places, *session.posargs)
+
+
+@nox.session(python=PYTHONS[-1])
+def frameworks(session: nox.Session) -> None:
+    """Run the programs of docs/frameworks.md; with CLUSTER=1 on a Slurm of virtual hosts too."""
+    session.install("-e", ".[test,mpich,torch]", "lightning", "accelerate", "transformers")
+    places = ["tests/doors/torch/test_frameworks.py"]
+    if os.environ.get("CLUSTER"):
+        places += ["tests/cluster/test_frameworks.py"]
+    session.run("python", "-m", "pytest", "-m", "nightly or cluster", *places, *session.posargs)

@@ -52,12 +52,13 @@ def test_what_runs_before_a_commit_runs_in_ci():
 
 
 def test_the_newest_pythons_run_every_night():
-    """The two newest that the noxfile knows, and PyTorch and JAX on the newest."""
+    """The two newest that the noxfile knows, and what is built on PyTorch and JAX on the newest."""
     nightly = (ROOT / ".ci" / "nightly").read_text()
     pythons = re.findall(r'"(3\.\d+)"', (ROOT / "noxfile.py").read_text())
     sessions = [f"fast-{python}(mpi='mpich')" for python in pythons[-2:]]
     named = re.findall(r"^sessions=\((.+)\)$", nightly, re.MULTILINE)
-    assert named == [" ".join(f'"{session}"' for session in [*sessions, "doors(newest)"])]
+    sessions += ["doors(newest)", "frameworks"]
+    assert named == [" ".join(f'"{session}"' for session in sessions)]
     assert os.access(ROOT / ".ci" / "nightly", os.X_OK)
 
 

@@ -32,7 +32,12 @@ from mpistrat.comm.loopback import LoopbackComm
 from mpistrat.comm.mpi import MPIComm, ranks_of
 from mpistrat.comm.point_to_point import MessageChannel
 from mpistrat.comm.session import find_default_parent
-from mpistrat.config import child_environment, launched_by, set_missing_variables
+from mpistrat.config import (
+    child_environment,
+    launched_by,
+    read_or_default,
+    set_missing_variables,
+)
 from mpistrat.errors import StrategyError
 from mpistrat.lockstep.ending import end_job
 from mpistrat.lockstep.exits import exits
@@ -239,7 +244,7 @@ class _GroupFactory:
       channels: The channels of all groups.
       messages: The messages of all groups.
       root_host: The address of rank 0.
-      variable_names: The names of environment variables that this process has set.
+      variable_names: The names of environment variables that this process has set; None before.
     """
 
     def __init__(self) -> None:
@@ -255,7 +260,7 @@ class _GroupFactory:
         self.world: tuple[GroupChannel, PointToPoint, int] | None = None
         self.ordered_comm = self.mpi_comm
         self.root_host = _find_host_of_rank_0(self.mpi_comm)
-        self.variable_names: set[str] = set()
+        self.variable_names: set[str] | None = None
         self.stores: list[Any] = []
         self.channels: list[GroupChannel] = []
         self.messages: list[PointToPoint] = []
@@ -297,7 +302,7 @@ class _GroupFactory:
             channel.worker.has_one_core = channel.session.team is None
             atexit.register(self.drain_groups)
             self.world = channel, messages, rank
-            self._set_variables(channel)
+            self.set_variables()
             _warn_of_inline_calls(channel)
         channel, messages, recorded_rank = self.world
         if recorded_rank != rank:
@@ -309,9 +314,11 @@ class _GroupFactory:
         channel.arrivals.store = group_options.store
         return channel, messages
 
-    def _set_variables(self, channel: GroupChannel) -> None:
-        """Set the environment variables of `torchrun` that are absent. Collective."""
-        nodes = find_nodes(self.ordered_comm, channel.session.options.ranks_per_node)
+    def set_variables(self) -> None:
+        """Set the environment variables of `torchrun` that are absent, once. Collective."""
+        if self.variable_names is not None:
+            return
+        nodes = find_nodes(self.ordered_comm, read_or_default().ranks_per_node)
         values_by_name = {
             "RANK": self.ordered_comm.rank,
             "WORLD_SIZE": self.ordered_comm.size,
@@ -491,7 +498,7 @@ def _rendezvous_or_env(url: str, **init_arguments: Any) -> Iterator[Any]:
 
 def _was_set_here(name: str) -> bool:
     """Return whether the first group has set an environment variable."""
-    return _get_factory.cache_info().currsize > 0 and name in _get_factory().variable_names
+    return _get_factory.cache_info().currsize > 0 and name in (_get_factory().variable_names or ())
 
 
 def _names_this_backend(frame: FrameType | None) -> bool:
@@ -541,7 +548,7 @@ def init_process_group(timeout: timedelta | None = None, **init_arguments: Any) 
     Args:
       timeout: How long a call may wait for other ranks; None for torch's 30 minutes.
       init_arguments: Further arguments of `torch.distributed.init_process_group`, such as
-        ``pg_options``.
+        ``pg_options``; ``backend="gloo"`` makes a group of gloo over the same ranks, to compare.
 
     Raises:
       StrategyError: MPI has not started this process, or another launcher has started it as one
@@ -558,3 +565,4 @@ def init_process_group(timeout: timedelta | None = None, **init_arguments: Any) 
     register()
     init_arguments.setdefault("backend", NAME)
     dist.init_process_group(init_method=f"{NAME}://", timeout=timeout, **init_arguments)
+    _get_factory().set_variables()

@@ -68,6 +68,19 @@ def test_ranks_meet_without_an_address(tmp_path, begin):
     assert (code, printed.count("sum 2.0 mpistrat")) == (0, 2), printed
 
 
+@more
+def test_a_group_of_gloo_over_the_ranks_of_mpi(tmp_path):
+    body = """
+        value = torch.ones(1)
+        dist.all_reduce(value)
+        local = dist.get_node_local_rank(), os.environ["WORLD_SIZE"], os.environ["RANK"]
+        print(f"sum {value.item()} {dist.get_backend()} {local == (rank, '2', str(rank))}")
+        dist.destroy_process_group()
+    """
+    code, printed = job(tmp_path, body, begin=BEGIN.replace("()", "(backend='gloo')", 1))
+    assert (code, printed.count("sum 2.0 gloo True")) == (0, 2), printed
+
+
 def test_the_import_touches_nothing_else(tmp_path):
     body = """
         import mpistrat.comm.mpi
