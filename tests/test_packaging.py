@@ -69,7 +69,11 @@ def test_the_description_of_packages_has_no_links_to_files(monkeypatch):
     )
     runpy.run_path(str(ROOT / "setup.py"))
     assert not re.findall(r"\]\((?!https?:)[^)]*\)|!\[", descriptions[0])
-    for words in ("# mpistrat", "writes such job scripts", "| `docs/start.md`, `docs/install.md`, `docs/notebooks.md` |"):
+    for words in (
+        "# mpistrat",
+        "writes such job scripts",
+        "| `docs/start.md`, `docs/install.md`, `docs/notebooks.md` |",
+    ):
         assert words in descriptions[0]
 
 
