@@ -18,7 +18,7 @@ import os
 import secrets
 import shutil
 import stat
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from glob import escape
 from pathlib import Path
 from typing import IO, NamedTuple, final
@@ -38,6 +38,33 @@ _LOCK_TRIES = 20  # files that others may remove before one that is being writte
 _UNSUPPORTED_ERRNOS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
 
 
+def check_mode(name: str, mode: object) -> None:
+    """Raise ValueError unless an argument says which values are good.
+
+    Args:
+      name: Of the argument.
+      mode: ``"min"`` if low ones are, ``"max"`` if high ones are.
+    """
+    if mode not in ("min", "max"):
+        raise ValueError(f"{name} must be 'min' or 'max', got {mode!r:.60}.")
+
+
+def find_best_index(metric_values: Sequence[float], mode: str) -> int | None:
+    """Return the index of the first of the best values; None if all are NaN, which is never best.
+
+    Args:
+      metric_values: Numbers, such as a curve.
+      mode: As of `check_mode`.
+
+    Example:
+      >>> find_best_index([2.0, float("nan"), 1.0, 1.0], "min")
+      2
+    """
+    indices = [index for index, value in enumerate(metric_values) if not math.isnan(value)]
+    choose = min if mode == "min" else max
+    return choose(indices, key=metric_values.__getitem__, default=None)
+
+
 class Criterion(NamedTuple):
     """What makes a checkpoint better than others.
 
@@ -51,18 +78,14 @@ class Criterion(NamedTuple):
 
     def find_best(self, metrics_by_path: Mapping[Path, Mapping[str, float]]) -> Path | None:
         """Return the first of the best; None if none has the metric, or NaN alone."""
-        values = {
-            path: metrics[self.metric]
-            for path, metrics in metrics_by_path.items()
-            if not math.isnan(metrics.get(self.metric, math.nan))
-        }
-        choose = min if self.mode == "min" else max
-        return choose(values, key=lambda path: values[path]) if values else None
+        values = [metrics.get(self.metric, math.nan) for metrics in metrics_by_path.values()]
+        best_index = find_best_index(values, self.mode)
+        return None if best_index is None else [*metrics_by_path][best_index]
 
 
 @final
 class Retention:
-    """Removes the oldest checkpoints of a name.
+    """Removes the oldest checkpoints of a name; replica 0 does, and all ranks know the best.
 
     Args:
       max_to_keep: How many of them are to stay; None for all.
@@ -70,8 +93,8 @@ class Retention:
 
     Attributes:
       damaged_paths: Checkpoints that are known to be unreadable. They do not count, and are removed
-        with the good ones that are older.
-      metrics_by_path: The metrics that checkpoints were saved with, as far as they are known.
+        with the good ones that are older. Equal on all ranks, as the metrics are.
+      metrics_by_path: The metrics that checkpoints were saved with; of none without a criterion.
     """
 
     def __init__(self, max_to_keep: int | None = None, criterion: Criterion | None = None):
@@ -81,30 +104,54 @@ class Retention:
         self.metrics_by_path: dict[Path, Mapping[str, float]] = {}
         self._reported_paths: set[Path] = set()
 
+    def record_checkpoint(self, path: Path, metrics: Mapping[str, float]) -> None:
+        """Note on all ranks that a good checkpoint is at `path`, or in a moment.
+
+        Args:
+          path: The path.
+          metrics: What it is saved with.
+        """
+        self.damaged_paths.discard(path)
+        if self._criterion is not None:
+            self.metrics_by_path[path] = metrics
+
+    def forget_others(self, paths: Collection[Path]) -> None:
+        """Drop the records of checkpoints that are no longer there; `paths` are."""
+        self.damaged_paths.intersection_update(paths)
+        for path in self.metrics_by_path.keys() - paths:
+            del self.metrics_by_path[path]
+
     def __call__(self, directory: Path, name: str, new_path: Path) -> list[str]:
         """Remove the oldest beyond the limit, but never `new_path`; return the paths that remain.
 
         Errors of listing and removing are no failure: the next call tries again.
         """
-        stored_paths = [new_path]
-        with contextlib.suppress(OSError):
+        try:
             stored_paths = list(list_numbered_paths(directory, name).values())
-        self.damaged_paths.discard(new_path)
+        except OSError:
+            return [os.fspath(path) for path in self.metrics_by_path or [new_path]]
         readable_paths = [path for path in stored_paths if path not in self.damaged_paths]
         kept_paths = (
             stored_paths if self._max_to_keep is None else readable_paths[-self._max_to_keep :]
         )
-        best_path = self.find_best(readable_paths)
+        best_path = self.find_best(stored_paths)
         for path in stored_paths[: stored_paths.index(kept_paths[0])] if kept_paths else ():
             if path != best_path and self._try_remove(path):
                 stored_paths.remove(path)
         return [os.fspath(path) for path in stored_paths]
 
     def find_best(self, paths: Sequence[Path]) -> Path | None:
-        """Return the best of some checkpoints, the oldest first; None if it is not known."""
+        """Return the best of some checkpoints, the oldest first; None if it is not known.
+
+        Damaged ones are never best.
+        """
         if self._criterion is None:
             return None
-        metrics_by_path = {path: self.metrics_by_path.get(path, {}) for path in paths}
+        metrics_by_path = {
+            path: self.metrics_by_path.get(path, {})
+            for path in paths
+            if path not in self.damaged_paths
+        }
         return self._criterion.find_best(metrics_by_path)
 
     def _try_remove(self, path: Path) -> bool:

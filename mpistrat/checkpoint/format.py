@@ -349,6 +349,54 @@ def _find_directory(file: IO[bytes], size: int) -> int:
     return int(directory_offset)
 
 
+class _OpenArchive(NamedTuple):
+    """A file that is open for reading.
+
+    Attributes:
+      file: The file.
+      nbytes: Its length.
+      archive: The archive in it.
+      member_infos: The members of the archive, by name.
+    """
+
+    file: IO[bytes]
+    nbytes: int
+    archive: zipfile.ZipFile
+    member_infos: Mapping[str, zipfile.ZipInfo]
+
+
+@contextlib.contextmanager
+def _open_archive(path: Path) -> Iterator[_OpenArchive]:
+    """Open a file, and check everything in it but its members.
+
+    Raises:
+      OSError: There is no such file, or it cannot be read.
+      CheckpointError: It is no checkpoint; or as of `explaining_read_errors`.
+    """
+    # Not blocking: what has the name of a checkpoint may be a pipe.
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    status = os.fstat(descriptor)
+    if not stat.S_ISREG(status.st_mode):
+        os.close(descriptor)
+        raise CheckpointError(f"{path} is not a checkpoint: it is not a regular file.")
+    with os.fdopen(descriptor, "rb") as file, explaining_read_errors(path):
+        directory_offset = _find_directory(file, status.st_size)
+        with zipfile.ZipFile(file) as archive:
+            member_infos = {member_info.filename: member_info for member_info in archive.infolist()}
+            if len(member_infos) < len(archive.infolist()):
+                raise ValueError("two members have one name")
+            for member_info in member_infos.values():
+                if (
+                    member_info.compress_type != zipfile.ZIP_STORED
+                    or member_info.file_size != member_info.compress_size
+                ):
+                    raise ValueError(f"{member_info.filename!r} is compressed")
+            frames = _find_frames(file, member_infos.values(), status.st_size)
+            if frames[-1][0] != directory_offset:
+                raise ValueError("members overlap, or there is something between them")
+            yield _OpenArchive(file, status.st_size, archive, member_infos)
+
+
 def read_archive(
     path: Path,
     wanted_entries: Mapping[str, Entry] | None = None,
@@ -369,45 +417,15 @@ def read_archive(
       CheckpointError: It is damaged, or not a checkpoint.
       DataError: It is of another format.
     """
-    # Not blocking: what has the name of a checkpoint may be a pipe.
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    status = os.fstat(descriptor)
-    if not stat.S_ISREG(status.st_mode):
-        os.close(descriptor)
-        raise CheckpointError(f"{path} is not a checkpoint: it is not a regular file.")
-    with os.fdopen(descriptor, "rb") as file, explaining_read_errors(path):
-        return _read_open_archive(file, wanted_entries, status.st_size, check_entries)
-
-
-def _read_open_archive(
-    file: IO[bytes],
-    wanted_entries: Mapping[str, Entry] | None,
-    file_nbytes: int,
-    check_entries: Callable[[Mapping[str, Entry]], None],
-) -> Contents:
-    directory_offset = _find_directory(file, file_nbytes)
-    with zipfile.ZipFile(file) as archive:
-        member_infos = {member_info.filename: member_info for member_info in archive.infolist()}
-        if len(member_infos) < len(archive.infolist()):
-            raise ValueError("two members have one name")
-        for member_info in member_infos.values():
-            if (
-                member_info.compress_type != zipfile.ZIP_STORED
-                or member_info.file_size != member_info.compress_size
-            ):
-                raise ValueError(f"{member_info.filename!r} is compressed")
-        if _find_frames(file, member_infos.values(), file_nbytes)[-1][0] != directory_offset:
-            raise ValueError("members overlap, or there is something between them")
+    with _open_archive(path) as (file, nbytes, archive, member_infos):
         entries, counter, metrics = _read_manifest(archive, member_infos)
         _check_sizes(member_infos, entries)
         check_entries(entries)
         arrays = _read_arrays(
             archive, member_infos, entries, select_matching_names(entries, wanted_entries)
         )
-        if (
-            _compute_seal(file, member_infos.values(), file_nbytes - _SEAL_LENGTH)
-            != archive.comment
-        ):
+        seal = _compute_seal(file, member_infos.values(), nbytes - _SEAL_LENGTH)
+        if seal != archive.comment:
             raise ValueError("bytes between the arrays have been changed")
     return Contents(entries, arrays, counter, metrics)
 
@@ -442,15 +460,15 @@ def _read_arrays(
 
 
 def read_archive_head(path: Path) -> ManifestHead:
-    """Return the manifest of a file, and check nothing else.
+    """Return the manifest of a file, whose arrays are not read.
 
     Raises:
       OSError: It is not there, or cannot be read.
       CheckpointError: It is no checkpoint.
       DataError: It is of another format.
     """
-    with explaining_read_errors(path), zipfile.ZipFile(path) as archive:
-        return _read_manifest(archive, archive.NameToInfo)
+    with _open_archive(path) as opened_file:
+        return _read_manifest(opened_file.archive, opened_file.member_infos)
 
 
 def _read_manifest(

@@ -57,7 +57,7 @@ class History:
              [2.        , 0.33333333, 0.9       ]])
     """
 
-    _may_differ_between_ranks = True  # as times do: the file has replica 0's
+    _can_differ_between_ranks = True  # as times do: the file has replica 0's
 
     def __init__(self) -> None:
         """Create one without curves."""

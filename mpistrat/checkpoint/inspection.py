@@ -182,11 +182,10 @@ def list_checkpoints(directory: str) -> ReportLines:
             continue
         time = datetime.datetime.fromtimestamp(modified).isoformat(" ", "seconds")
         damage = _describe_damage(path, reads_all=False)
-        metrics = "".join(
-            f"  {make_printable(name)} {value:.6g}"
-            for name, value in sharded.read_metrics(path).items()
-        )
-        lines.append(f"{path.name:<24} {time} {nbytes:>15,} bytes  {damage or 'ok' + metrics}")
+        metrics = {} if damage else sharded.read_metrics(path)
+        words = [f"{make_printable(name)} {value:.6g}" for name, value in metrics.items()]
+        text = "  ".join([damage or "ok", *words])
+        lines.append(f"{path.name:<24} {time} {nbytes:>15,} bytes  {text}")
     return lines or [f"there is no checkpoint in {directory}"], 0
 
 

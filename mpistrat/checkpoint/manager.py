@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import numbers
 import os
 import re
 import time
@@ -15,7 +16,9 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn, TypeAlias, final
 
-from mpistrat.arrays import as_int, check_bool, check_int
+import numpy as np
+
+from mpistrat.arrays import as_int, check_bool, check_int, is_bfloat16
 from mpistrat.checkpoint import atomic, files, sharded
 from mpistrat.checkpoint.background import BackgroundSaver
 from mpistrat.checkpoint.checkpoint import Checkpoint, check_all_ranks_save, determine_owner
@@ -258,7 +261,8 @@ class CheckpointManager:
       OSError: The directory cannot be read.
       LockstepError: The ranks name different directories.
 
-    Cost: one handshake.
+    Cost: one handshake, whose payload from replica 0 has the path of each checkpoint. With
+    `keep_best` replica 0 also opens each checkpoint and reads its manifest, no arrays.
     Like: ``tf.train.CheckpointManager``.
 
     Example:
@@ -323,14 +327,15 @@ class CheckpointManager:
 
         def read_metrics_by_path() -> dict[str, Mapping[str, float]]:
             paths = files.list_numbered_paths(self._directory, self._name).values()
-            are_needed = self._criterion is not None
+            needs_metrics = self._criterion is not None
             return {
-                str(path): dict(sharded.read_metrics(path)) if are_needed else {} for path in paths
+                str(path): dict(sharded.read_metrics(path)) if needs_metrics else {}
+                for path in paths
             }
 
         metrics_by_path = on_replica0(self._lockstep, call, read_metrics_by_path)
         for path, metrics in metrics_by_path.items():
-            self._retention.metrics_by_path[Path(path)] = metrics
+            self._retention.record_checkpoint(Path(path), metrics)
         first_path = files.make_numbered_path(self._directory, self._name, 0)
         record_known_paths([first_path, *map(Path, metrics_by_path)])
         return list(metrics_by_path)
@@ -359,10 +364,18 @@ class CheckpointManager:
     def best_checkpoint(self) -> str | None:
         """The path of the one with the best value of `keep_best`; None if none was saved with it.
 
-        Of equal values it is the first; NaN is never best.
+        Of equal values it is the first; NaN is never best, nor is one that this manager has found
+        damaged.
         """
         best_path = self._retention.find_best([*map(Path, self._paths)])
         return None if best_path is None else os.fspath(best_path)
+
+    @property
+    def _best_value(self) -> float | None:
+        """The value of `keep_best` that the best checkpoint was saved with; None without one."""
+        if self._criterion is None or self.best_checkpoint is None:
+            return None
+        return self._retention.metrics_by_path[Path(self.best_checkpoint)][self._criterion.metric]
 
     def save(
         self,
@@ -388,7 +401,7 @@ class CheckpointManager:
 
         Raises:
           LockstepError: As of `Checkpoint.save`; or the ranks have different metrics.
-          TypeError: `metrics` is not a dict of numbers by name.
+          TypeError: `metrics` is not a dict of at least one number by name.
           ValueError: There are newer ones than that number, or it is not an integer; or `metrics`
             has no value for `keep_best`.
           OSError: As of `Checkpoint.save`; or the save before, in the background, has failed, and
@@ -481,6 +494,7 @@ class CheckpointManager:
     def _record_paths(self, paths: list[str]) -> None:
         """Record the paths of the checkpoints, and show the newest in the claim."""
         self._paths = paths
+        self._retention.forget_others({*map(Path, paths)})
         if self._claim is not None:
             start, progress = self.last_save
             self._claim.update_progress(**progress, save_seconds=round(time.monotonic() - start, 3))
@@ -645,8 +659,7 @@ def _check_checkpoint(checkpoint: object) -> Checkpoint:
 def _make_criterion(keep_best: str | None, best_mode: str) -> atomic.Criterion | None:
     if keep_best is not None and not isinstance(keep_best, str):
         raise TypeError(f"keep_best must be the name of a metric or None, got {keep_best!r:.60}.")
-    if best_mode not in ("min", "max"):
-        raise ValueError(f"best_mode must be 'min' or 'max', got {best_mode!r:.60}.")
+    atomic.check_mode("best_mode", best_mode)
     return None if keep_best is None else atomic.Criterion(keep_best, best_mode)
 
 
@@ -656,26 +669,36 @@ def _check_metrics(
     """Return metrics as Python's floats.
 
     Raises:
-      TypeError: They are no numbers by name.
+      TypeError: They are no numbers by name, or there is none.
       ValueError: There is none for the criterion.
     """
     if metrics is None:
         return NO_METRICS
-    numbers: dict[str, float] = {}
-    if isinstance(metrics, Mapping) and all(isinstance(name, str) for name in metrics):
-        with contextlib.suppress(TypeError, ValueError):
-            numbers = {name: float(value) for name, value in metrics.items()}
-    if not numbers:
+    if (
+        not isinstance(metrics, Mapping)
+        or not metrics
+        or not all(isinstance(name, str) for name in metrics)
+        or not all(map(_is_real_number, metrics.values()))
+    ):
         raise TypeError(
-            "CheckpointManager.save: metrics must be numbers by name, such as {'loss': 0.5}, got "
-            f"{metrics!r:.80}."
+            "CheckpointManager.save: metrics must be numbers by name, at least one, such as "
+            f"{{'loss': 0.5}}, got {metrics!r:.80}."
         )
-    if criterion is not None and criterion.metric not in numbers:
+    values = {name: float(value) for name, value in metrics.items()}
+    if criterion is not None and criterion.metric not in values:
         raise ValueError(
-            f"CheckpointManager.save: metrics has {sorted(numbers)}, but the manager was made with "
+            f"CheckpointManager.save: metrics has {sorted(values)}, but the manager was made with "
             f"keep_best={criterion.metric!r}. Add that metric."
         )
-    return numbers
+    return values
+
+
+def _is_real_number(value: Any) -> bool:
+    """Return whether it is a real number, or an array of shape () of one; no truth value is."""
+    if getattr(value, "ndim", None) == 0:  # NumPy's scalars too
+        dtype = np.asarray(value).dtype
+        return dtype.kind in "iuf" or is_bfloat16(dtype)
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
 def _check_checkpoint_name(name: object) -> str:

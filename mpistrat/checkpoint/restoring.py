@@ -515,7 +515,7 @@ def _read_on_replica0(
         file_entries, counter = manifest.entries, manifest.counter
     else:
         contents = format.read_archive(path, comparison.entries, comparison.check)
-        file_entries, arrays, counter = contents[:3]
+        file_entries, arrays, counter = contents.entries, contents.arrays, contents.counter
     comparison.check_values(arrays.get(VALUES_NAME))
     summary = _RestoreSummary(
         counter,

@@ -64,8 +64,8 @@ def describe_variables(
     text = f"{cell.program_values.describe()}; " if has_values and cell is not None else ""
     text += "; ".join(f"{name} {variable._spec()}" for name, variable in variables_by_name.items())
     if len(text) > _TEXT_LENGTH:
-        digest = hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=8).hexdigest()
-        text = f"{text[:_TEXT_LENGTH]}... {digest}"
+        text_digest = hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=8)
+        text = f"{text[:_TEXT_LENGTH]}... {text_digest.hexdigest()}"
     return f"{len(variables_by_name)} variables: {text}"
 
 
@@ -87,7 +87,7 @@ def overwrite_checkpoint(
       OSError: It cannot be written; on every rank.
     """
     call = f"Checkpoint.write({str(path)!r}) of {describe_variables(variables_by_name, True)}"
-    _, is_large, variables_by_name = _validate_save(lockstep, variables_by_name, call)
+    _, is_large, variables_by_name = _validate_save(lockstep, variables_by_name, call, path)
     path = (
         path
         if path.name.endswith(files.DIRECTORY_SUFFIX) == is_large
@@ -147,7 +147,7 @@ def save_checkpoint(
     suffix = files.DIRECTORY_SUFFIX if is_large else files.FILE_SUFFIX
     path = files.make_numbered_path(prefix.parent, prefix.name, chosen_number, suffix)
     retention = retention or atomic.Retention()
-    retention.metrics_by_path[path] = metrics
+    retention.record_checkpoint(path, metrics)
     list_paths = functools.partial(retention, prefix.parent, prefix.name, path)
     save_request = SaveRequest(
         lockstep,
@@ -162,43 +162,45 @@ def save_checkpoint(
     return chosen_number, path, _write_checkpoint(save_request, list_paths)
 
 
-def digest_cells(entries: Mapping[str, Any]) -> dict[str, bytes]:
-    """Return digests of the values that each rank has of its own and that should be equal, by name.
+def list_compared_names(entries: Mapping[str, Any]) -> list[str]:
+    """Return the names of values that each rank has of its own and that should be equal.
 
     Numbers and strings are not among them: the text of a save has them.
-
-    Cost: one pass over these values.
     """
-    return {
-        name: digest([entry.array])
+    return [
+        name
         for name, entry in entries.items()
-        if isinstance(entry, Cell) and not (entry.may_differ or entry.program_values)
-    }
+        if isinstance(entry, Cell) and not (entry.can_differ or entry.program_values)
+    ]
 
 
-def warn_differing_cells(lockstep: Lockstep, call: str, digests: Mapping[str, bytes]) -> None:
-    """Warn of values that differ between ranks, of each once. Collective.
+def warn_differing_cells(
+    lockstep: Lockstep, call: str, digests: Mapping[str, bytes], prefix: Path | None
+) -> None:
+    """Warn of values that differ between ranks, of each once for each checkpoint. Collective.
 
     Cost: a gather of 16 bytes for each value, and a handshake.
 
     Args:
       lockstep: The ranks.
       call: The call that warns.
-      digests: As `digest_cells` returns them; of the same names on all ranks.
+      digests: The digests of the values of `list_compared_names`; of the same names on all ranks.
+      prefix: Where they are saved, without the number. None for nowhere: each call warns.
     """
     rank_digests = lockstep.gather_texts(b"".join(digests.values()))
-    warned_names = lockstep.session.get_instance(VariableRegistry).warned_names
+    registry = lockstep.session.get_instance(VariableRegistry)
+    warned_names = set[str]() if prefix is None else registry.warned_names
     differing_names: list[str] = []
     differing_ranks: set[int] = set()
     for index, name in enumerate(digests):
         column = [text[16 * index : 16 * index + 16] for text in rank_digests]
         ranks = {r for r, own in zip(lockstep.ranks, column, strict=True) if own != column[0]}
-        if ranks and name not in warned_names:
+        if ranks and f"{prefix}/{name}" not in warned_names:
             differing_names.append(name)
             differing_ranks |= ranks
     if not differing_names:
         return
-    warned_names.update(differing_names)
+    warned_names.update(f"{prefix}/{name}" for name in differing_names)
     names_text = ", ".join(shorten([repr(name) for name in differing_names], _MAX_NAMES))
     text = _DIFFERING_CELLS.format(
         call=call,
@@ -214,7 +216,7 @@ def _validate_save(
     lockstep: Lockstep,
     variables_by_name: Mapping[str, Variable | Cell],
     call: str,
-    prefix: Path | None = None,
+    prefix: Path,
 ) -> tuple[int, bool, Mapping[str, Any]]:
     """Validate the call on all ranks. Collective.
 
@@ -225,19 +227,20 @@ def _validate_save(
     with lockstep.validating_collectively(call):
         for key, variable in variables_by_name.items():
             on_read.check_can_save(call, key, variable)
-        known_number = (
-            _UNKNOWN if prefix is None else _NEWEST_NUMBERS.get(os.path.realpath(prefix), _UNKNOWN)
-        )
+        known_number = _NEWEST_NUMBERS.get(os.path.realpath(prefix), _UNKNOWN)
         # Arrays that are no variables may have other sizes on other ranks; replica 0's is saved.
         nbytes = sum(variable._storage.array.nbytes for variable in variables_by_name.values())
-        digests = digest_cells(variables_by_name) if lockstep.comm.size > 1 else {}
+        compared_names = list_compared_names(variables_by_name) if lockstep.comm.size > 1 else []
+        digests = {
+            name: digest([variables_by_name[name]._storage.array]) for name in compared_names
+        }
         own_digest = xxhash.xxh3_64_intdigest(b"".join(digests.values()))
     payloads = lockstep.gather_payloads(
         call, f"{known_number} {int(nbytes >= sharded.MIN_DIRECTORY_NBYTES)} {own_digest}".encode()
     )
     numbers_and_kinds = [tuple(map(int, payload.split())) for payload in payloads]
     if len({rank_digest for *_, rank_digest in numbers_and_kinds}) > 1:
-        warn_differing_cells(lockstep, "Checkpoint.save", digests)
+        warn_differing_cells(lockstep, call.partition("(")[0], digests, prefix)
     with lockstep.validating_collectively(f"{call}, parts"):
         variables_by_name = {**variables_by_name, **make_partial_cells(lockstep, variables_by_name)}
     return (

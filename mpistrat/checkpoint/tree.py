@@ -306,7 +306,7 @@ class _TreeWalk:
         self.visited_objects: dict[int, Any] = {}
         # Below an object with restore_state: arrays may have other shapes; those of some objects
         # may differ between ranks.
-        self.can_change_shape = self.may_differ = False
+        self.can_change_shape = self.can_differ = False
 
     def add_entry(self, name: str, entry: Variable | Cell | Value) -> None:
         if name in self.names or name == VALUES_NAME:
@@ -400,7 +400,7 @@ class _TreeWalk:
                 raise StructureError(f"{path!r} of the checkpoint: {error}.") from None
         if isinstance(value, np.ndarray):
             has_free_first_axis = self.can_change_shape and value.ndim > 0
-            return _make_array_cell(value, path, assign, has_free_first_axis, self.may_differ)
+            return _make_array_cell(value, path, assign, has_free_first_axis, self.can_differ)
         try:
             encoded_value = encode_value(value)
         except TypeError:
@@ -419,11 +419,11 @@ class _TreeWalk:
 
     def _visit_state(self, value: Any, path: str) -> None:
         state_holder = [value.checkpoint_state()]
-        previous_flags = self.can_change_shape, self.may_differ
-        self.can_change_shape, self.may_differ = True, hasattr(value, "_may_differ_between_ranks")
+        previous_flags = self.can_change_shape, self.can_differ
+        self.can_change_shape, self.can_differ = True, hasattr(value, "_can_differ_between_ranks")
         previous_names = set(self.names)
         self.visit(state_holder[0], path, True, functools.partial(state_holder.__setitem__, 0))
-        self.can_change_shape, self.may_differ = previous_flags
+        self.can_change_shape, self.can_differ = previous_flags
         if self.names == previous_names:
             raise StructureError(
                 f"checkpoint_state() of {path!r} ({type(value).__name__}) returned nothing to save."
@@ -432,7 +432,7 @@ class _TreeWalk:
 
 
 def _make_array_cell(
-    value: Array, path: str, assign: _Assign, has_free_first_axis: bool, may_differ: bool
+    value: Array, path: str, assign: _Assign, has_free_first_axis: bool, can_differ: bool
 ) -> Cell:
     read = functools.partial(as_array, value, path)
     read()  # raises now if the array cannot be saved
@@ -443,7 +443,7 @@ def _make_array_cell(
         else:
             np.copyto(value, restored_value)
 
-    return Cell(path, read, write, has_free_first_axis=has_free_first_axis, may_differ=may_differ)
+    return Cell(path, read, write, has_free_first_axis=has_free_first_axis, can_differ=can_differ)
 
 
 def _make_item_setter(container: Any, assign: _Assign) -> Callable[[Any, Any], None]:

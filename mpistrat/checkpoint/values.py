@@ -44,7 +44,7 @@ class Cell:
       strategy: The strategy whose ranks have it; None for any.
       has_free_first_axis: The array in a file may have another first axis than that of the program.
       program_values: The `ProgramValues` that it holds; None in other cells.
-      may_differ: Each rank may have another value, and replica 0's is meant.
+      can_differ: Each rank may have another value, and replica 0's is meant.
     """
 
     name: str
@@ -53,7 +53,7 @@ class Cell:
     strategy: Any = None
     has_free_first_axis: bool = False
     program_values: Any = None
-    may_differ: bool = False
+    can_differ: bool = False
 
     _is_on_read = _is_metric_sum = False
     aggregation = VariableAggregation.NONE
@@ -96,7 +96,7 @@ def make_cell(name: str, variable: DistributedVariable) -> Cell:
         variable._store("assign", value, None)
 
     read = functools.partial(np.asarray, variable)
-    return Cell(name, read, write, may_differ=variable._is_on_read)
+    return Cell(name, read, write, can_differ=variable._is_on_read)
 
 
 def is_parts_entry(name: str, entries: Mapping[str, Entry]) -> bool:

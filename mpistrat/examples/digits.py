@@ -27,7 +27,7 @@ from threadpoolctl import threadpool_limits
 
 import mpistrat as ms
 from mpistrat.examples import mlp
-from mpistrat.examples.settings import option, parse_settings
+from mpistrat.examples.settings import collect_fixed_settings, option, parse_settings
 
 __all__ = ["DigitsSettings", "load_images", "main", "measure_accuracy", "train", "train_step"]
 
@@ -43,13 +43,15 @@ PANELS = {
 class DigitsSettings:
     """The options of the program."""
 
-    epochs: int = option(20, "times over the images")
+    epochs: int = option(20, "times over the images", can_change=True)
     batch: int = option(64, "images in a global batch")
     seed: int = option(0, "of the choice of test images, the first weights and the order")
     lr: float = option(0.15, "learning rate at the beginning; it falls to 0")
     hidden: int = option(128, "units in the hidden layer")
-    output: str = option("digits.png", "picture of the curves")
-    checkpoint: str = option("", "directory of checkpoints, from which it continues")
+    output: str = option("digits.png", "picture of the curves", can_change=True)
+    checkpoint: str = option(
+        "", "directory of checkpoints, from which it continues", can_change=True
+    )
 
 
 def train_step(
@@ -116,7 +118,7 @@ def train(
         validate=functools.partial(measure_accuracy, model),
         validation_data=test_images.batch(choices.batch),
         directory=choices.checkpoint or None,
-        settings={name: getattr(choices, name) for name in ("batch", "seed", "lr", "hidden")},
+        settings=collect_fixed_settings(choices),
         strategy=strategy,
         verbose=verbose,
     )

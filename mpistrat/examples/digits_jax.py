@@ -24,7 +24,7 @@ import optax
 import mpistrat as ms
 import mpistrat.jax as mj
 from mpistrat.examples.digits import MOMENTUM, TRAINING_COUNT, load_images
-from mpistrat.examples.settings import option, parse_settings
+from mpistrat.examples.settings import collect_fixed_settings, option, parse_settings
 
 __all__ = ["NETS", "JaxSettings", "main", "train"]
 
@@ -33,12 +33,14 @@ __all__ = ["NETS", "JaxSettings", "main", "train"]
 class JaxSettings:
     """The options of the program."""
 
-    epochs: int = option(20, "times over the images")
+    epochs: int = option(20, "times over the images", can_change=True)
     batch: int = option(64, "images in a global batch")
     seed: int = option(0, "of the choice of test images, the first weights and the order")
     lr: float = option(0.15, "learning rate at the beginning; it falls to 0")
     net: str = option("mlp", "layers: dense ones, or convolutions", allowed_values=("mlp", "conv"))
-    checkpoint: str = option("", "directory of checkpoints, from which it continues")
+    checkpoint: str = option(
+        "", "directory of checkpoints, from which it continues", can_change=True
+    )
 
 
 ReplicaFunction = Callable[[Any], dict[str, Any]]
@@ -142,7 +144,6 @@ def train(
         parameters = mj.replicate(make_parameters(jax.random.key(choices.seed)))
         model = mj.TrainState({"parameters": parameters, "state": optimizer.init(parameters)})
     train_step, measure_accuracy = make_steps(model, optimizer, compute_scores)
-    kept_names = ("batch", "seed", "lr", "net")
     history = ms.fit(
         train_step,
         images.batch(choices.batch),
@@ -151,7 +152,7 @@ def train(
         validate=measure_accuracy,
         validation_data=test_images.batch(choices.batch),
         directory=choices.checkpoint or None,
-        settings={name: getattr(choices, name) for name in kept_names},
+        settings=collect_fixed_settings(choices),
         strategy=strategy,
         verbose=verbose,
     )

@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from torch.nn import functional
 import mpistrat as ms
 import mpistrat.torch as mt
 from mpistrat.examples import text, text_data
-from mpistrat.examples.settings import option, parse_settings
+from mpistrat.examples.settings import collect_fixed_settings, option, parse_settings
 
 __all__ = ["Transformer", "TransformerSettings", "main", "measure_loss", "train", "train_step"]
 
@@ -32,7 +32,7 @@ __all__ = ["Transformer", "TransformerSettings", "main", "measure_loss", "train"
 class TransformerSettings:
     """The options of the program."""
 
-    steps: int = option(400, "updates of the weights")
+    steps: int = option(400, "updates of the weights", can_change=True)
     batch: int = option(32, "pieces of text in a global batch")
     length: int = option(128, "symbols in a piece of text, and how far back the model looks")
     channels: int = option(128, "width of the model, a multiple of the heads")
@@ -41,7 +41,9 @@ class TransformerSettings:
     lr: float = option(2e-3, "largest learning rate, after a tenth of the updates; it falls")
     every: int = option(50, "updates between two validations; after each, the run is saved")
     seed: int = option(0, "of the first weights, the order of the pieces, the text written")
-    checkpoint: str = option("transformer", "directory of the run, from which it continues")
+    checkpoint: str = option(
+        "transformer", "directory of the run, from which it continues", can_change=True
+    )
 
 
 def compute_losses(model: Any, batch: torch.Tensor) -> Any:
@@ -147,7 +149,6 @@ def train(
         ms.optim.WarmUp(rate, warm_up_steps), beta_2=0.98, clip=ms.optim.ClipByGlobalNorm(1.0)
     )
     optimizer = mt.FusedOptimizer(model, adam)
-    changeable_names = ("steps", "checkpoint")
     history = ms.fit(
         functools.partial(train_step, model, optimizer),
         mt.batches(dataset, strategy),
@@ -157,9 +158,7 @@ def train(
         validation_data=mt.batches(held_out_dataset, strategy),
         validate_every=f"{choices.every} steps",
         directory=choices.checkpoint,
-        settings={
-            name: value for name, value in asdict(choices).items() if name not in changeable_names
-        },
+        settings=collect_fixed_settings(choices),
         strategy=strategy,
         verbose=verbose,
     )

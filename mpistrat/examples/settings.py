@@ -7,12 +7,20 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
-__all__ = ["option", "parse_settings"]
+from mpistrat.launch.arguments import parse_positive
+
+__all__ = ["collect_fixed_settings", "option", "parse_settings"]
 
 AnySettings = TypeVar("AnySettings")
 
 
-def option(default: Any, help_text: str, allowed_values: Sequence[str] | None = None) -> Any:
+def option(
+    default: Any,
+    help_text: str,
+    *,
+    allowed_values: Sequence[str] | None = None,
+    can_change: bool = False,
+) -> Any:
     """Return a field of a dataclass of settings.
 
     Args:
@@ -20,16 +28,20 @@ def option(default: Any, help_text: str, allowed_values: Sequence[str] | None = 
         unless this is 0.
       help_text: What it is, for ``--help``.
       allowed_values: All values that it may have; None for any.
+      can_change: A run may be continued with another value.
     """
-    argparse_words = {"help": help_text, "choices": allowed_values}
-    return dataclasses.field(default=default, metadata=argparse_words)
+    metadata = {"help": help_text, "choices": allowed_values, "can_change": can_change}
+    return dataclasses.field(default=default, metadata=metadata)
 
 
-def parse_count(text: str) -> int:
-    """Return a number of at least 1, as an option of a command."""
-    if int(text) < 1:
-        raise argparse.ArgumentTypeError(f"expected 1 or more, got {text}")
-    return int(text)
+def collect_fixed_settings(choices: Any) -> dict[str, Any]:
+    """Return the settings that a run keeps when it is continued, by name.
+
+    Args:
+      choices: A dataclass of settings, whose fields are made by `option`.
+    """
+    fields = dataclasses.fields(choices)
+    return {f.name: getattr(choices, f.name) for f in fields if not f.metadata["can_change"]}
 
 
 def parse_settings(
@@ -52,8 +64,9 @@ def parse_settings(
         is_count = type(field.default) is int and field.default > 0
         parser.add_argument(
             f"--{field.name}",
-            type=parse_count if is_count else type(field.default),
+            type=parse_positive if is_count else type(field.default),
             default=field.default,
-            **field.metadata,
+            help=field.metadata["help"],
+            choices=field.metadata["choices"],
         )
     return settings_type(**vars(parser.parse_args(argv)))

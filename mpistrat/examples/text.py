@@ -14,14 +14,14 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 import mpistrat as ms
 from mpistrat.examples import text_data, text_model
-from mpistrat.examples.settings import option, parse_settings
+from mpistrat.examples.settings import collect_fixed_settings, option, parse_settings
 
 __all__ = ["TextSettings", "create_model", "main", "measure_loss", "train", "train_step"]
 
@@ -32,7 +32,7 @@ PROMPT = "def "  # of the text that the model writes
 class TextSettings:
     """The options of the program."""
 
-    steps: int = option(600, "updates of the weights")
+    steps: int = option(600, "updates of the weights", can_change=True)
     batch: int = option(32, "pieces of text in a global batch")
     accumulate: int = option(2, "batches that make an update")
     length: int = option(128, "symbols in a piece of text")
@@ -40,10 +40,14 @@ class TextSettings:
     layers: int = option(7, "of the model; n of them see the last 2^n symbols")
     lr: float = option(4e-3, "largest learning rate, after a tenth of the updates; it falls")
     every: int = option(50, "updates between two validations; after each, the run is saved")
-    patience: int = option(4, "validations without a new lowest loss that end the training")
+    patience: int = option(
+        4, "validations without a new lowest loss that end the training", can_change=True
+    )
     seed: int = option(0, "of the first weights, the order of the pieces, the text written")
     dtype: str = option("float32", "of the weights", allowed_values=("float32", "float64"))
-    checkpoint: str = option("text", "directory of the run, from which it continues")
+    checkpoint: str = option(
+        "text", "directory of the run, from which it continues", can_change=True
+    )
 
 
 def train_step(
@@ -116,7 +120,6 @@ def train(
     model, optimizer = create_model(strategy, choices)
     averages = {name: optimizer.average(value) for name, value in model.items()}
     gradient_buffers = strategy.gradient_buffers(model)
-    changeable_names = ("steps", "patience", "checkpoint")
     history = ms.fit(
         functools.partial(train_step, model, optimizer, gradient_buffers),
         dataset,
@@ -128,9 +131,7 @@ def train(
         directory=choices.checkpoint,
         patience=choices.patience,
         restore_best=True,
-        settings={
-            name: value for name, value in asdict(choices).items() if name not in changeable_names
-        },
+        settings=collect_fixed_settings(choices),
         strategy=strategy,
         verbose=verbose,
     )
@@ -147,7 +148,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         prompt = text_data.encode_text(PROMPT)
         symbols = text_model.generate_symbols(weights, prompt, 600, choices.seed)
         print(f"\n{text_data.decode_symbols(symbols)}\n")
-    best_loss = history["validation/loss"][1].min()
+    best_loss = np.nanmin(history["validation/loss"][1])
     strategy.print(format_report(best_loss, history, choices.batch * choices.length))
     strategy.print(f"ranks               {strategy.num_replicas_in_sync}")
     strategy.print(f"directory           {choices.checkpoint}")

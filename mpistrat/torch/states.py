@@ -53,7 +53,7 @@ def parts_of(value: Any) -> Mapping[str, Any] | None:
         def restore(array: Array) -> None:
             value.set_state(torch.from_numpy(array.copy()))
 
-        return {"state": Cell("generator", state, restore, may_differ=True)}
+        return {"state": Cell("generator", state, restore, can_differ=True)}
     return (
         {"value": _create_tensor_cell("tensor", value)} if isinstance(value, torch.Tensor) else None
     )
@@ -66,7 +66,7 @@ def _create_tensor_cell(name: str, tensor: torch.Tensor, strategy: Strategy | No
         array[...] = value
 
     # Buffers of a replicated model, such as running statistics, are each rank's own.
-    return Cell(name, lambda: array, write, strategy, may_differ=strategy is not None)
+    return Cell(name, lambda: array, write, strategy, can_differ=strategy is not None)
 
 
 def _collect_module(model: torch.nn.Module) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mpistrat.arrays import check_int
+from mpistrat.checkpoint.atomic import check_mode
 from mpistrat.checkpoint.history import History
 from mpistrat.data.sources import INFINITE
 from mpistrat.errors import DataError
@@ -96,7 +97,9 @@ def fit(
         array with one number for each example, or a pair ``(mean, weight)``.
       data: A batched `Dataset`, which is distributed here, or what
         ``strategy.experimental_distribute_dataset`` or ``mpistrat.torch.batches`` returned.
-      state: All objects that `step` changes, by name, as `Checkpoint` takes them.
+      state: All objects that `step` changes, by name, as `Checkpoint` takes them. Without a
+        directory too, their ``checkpoint_state`` is called before the first step and after rows,
+        until the state has changed.
       epochs: The number of the last epoch, those of earlier starts included.
       steps: The number of the last step, in place of `epochs` or before their end.
       metrics: Names of the results of `step`.
@@ -117,7 +120,7 @@ def fit(
         has ended so does not continue when it is started again.
       keep_best: Save the run at each new best value too. The best checkpoint stays beside the
         `max_to_keep` newest, as with ``CheckpointManager(keep_best=monitor, best_mode=mode)``.
-      restore_best: Restore `state` from it at the end of this call.
+      restore_best: Restore `state` from it at the end of this call; it is saved as by `keep_best`.
       callbacks: Objects with some of the methods ``on_step(run)``, ``on_epoch(run)`` (after each
         row of the history), ``on_save(run, path)`` and ``on_end(run)``; `run` is a `TrainingRun`.
         All ranks call them. One with ``checkpoint_state`` and ``restore_state`` is saved too.
@@ -138,14 +141,18 @@ def fit(
       StructureError: Results have other names than `metrics`, `state` has a name that the run uses
         itself, or the checkpoint does not fit.
       DataError: `data` has no batches.
+      CheckpointError: `restore_best`: there is no checkpoint of the best row, because an earlier
+        start made it without `keep_best`, or because all values are NaN.
       SystemExit: With code 42, on every rank, after a notice of preemption.
 
     Warns:
-      UserWarning: After the first row: no step has changed `state`, or a part of it that is no
-        variable differs between ranks.
+      UserWarning: After a row: arrays have taken the place of variables, or a part of `state` that
+        is no variable differs between ranks. At the end, or after 1,000 steps: no step has changed
+        `state`.
 
     Cost: for each step what a loop by hand costs, and at most 20 calls of Python functions; for
-    each row one handshake for each metric, and the validation; once, two passes over `state`.
+    each row one handshake for each metric, and the validation; a pass over `state` at the
+    beginning, and one after each row until it has changed.
 
     Example:
       >>> import numpy as np, mpistrat as ms
@@ -209,8 +216,7 @@ def _check_together(
     """Raise where arguments need others."""
     if options.epochs is None and options.steps is None:
         raise ValueError("fit: give epochs=, or steps=; otherwise training has no end.")
-    if options.mode not in ("min", "max"):
-        raise ValueError(f"fit: mode must be 'min' or 'max', got {options.mode!r:.60}.")
+    check_mode("fit: mode", options.mode)
     if options.keep_best and options.directory is None:
         raise ValueError("fit: keep_best and restore_best need a directory.")
     if (validate is None) != (validation_data is None):

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
-import math
-import operator
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,6 +13,7 @@ from typing import Any, NamedTuple, final
 
 import numpy as np
 
+from mpistrat.checkpoint.atomic import find_best_index
 from mpistrat.checkpoint.checkpoint import Checkpoint
 from mpistrat.checkpoint.history import History
 from mpistrat.checkpoint.manager import CheckpointManager, read_notice_flag, save_and_leave
@@ -170,11 +169,13 @@ class TrainingLoop:
         self._dataset = getattr(batches, "_origin", batches)  # one replica alone gets the dataset
         self._manager: CheckpointManager | None = None
         self._is_stale = self._has_unsaved = self._is_best = False
+        self._rows_since_best = 0
+        self._best_value: float | None = None
         self._last_save: Any = None
         if options.directory is not None:
             self._create_manager(options.directory)
         self._row_start = (0.0, 0.0, 0.0)
-        self._row_step = 0
+        self._row_step = self._first_step = 0
         self._state_check: StateCheck | None = None
 
     def _create_manager(self, directory: Path) -> None:
@@ -219,19 +220,6 @@ class TrainingLoop:
             or self._is_stale
         )
 
-    def _rows_since_best(self) -> int:
-        """How many values of the monitored curve came after the best one."""
-        if self._options.monitor not in self.run.history.names:
-            return 0
-        values = self.run.history[self._options.monitor][1].tolist()
-        best = -1  # NaN is never best
-        for index, value in enumerate(values):
-            is_first = best < 0 and not math.isnan(value)
-            is_better = operator.lt if self._options.mode == "min" else operator.gt
-            if is_first or (best >= 0 and is_better(value, values[best])):
-                best = index
-        return len(values) - 1 - best
-
     def restore(self) -> str | None:
         """Restore the newest checkpoint, if there is one; its path. Collective.
 
@@ -265,12 +253,18 @@ class TrainingLoop:
             )
         self.run.step, self.run.epoch = int(saved.step), int(saved.epoch)
         self.run.is_stopped = bool(saved.is_stopped)
-        self._update_staleness()
+        self._find_best_row()
         return path
 
-    def _update_staleness(self) -> None:
-        patience = self._options.patience
-        self._is_stale = patience is not None and self._rows_since_best() >= patience
+    def _find_best_row(self) -> None:
+        """Count the values of the monitored curve after the best one, all while they are NaN."""
+        monitor, mode, patience = self._options.monitor, self._options.mode, self._options.patience
+        if monitor in self.run.history.names:
+            values = self.run.history[monitor][1].tolist()
+            best_index = find_best_index(values, mode)
+            self._best_value = None if best_index is None else values[best_index]
+            self._rows_since_best = len(values) - (0 if best_index is None else 1 + best_index)
+        self._is_stale = patience is not None and self._rows_since_best >= patience
 
     def train(self) -> None:
         """Make all steps that are left. Collective."""
@@ -289,7 +283,9 @@ class TrainingLoop:
                 self._close_row()
                 self._save_best()
             if not self.is_over:
-                self._state_check = StateCheck(self._strategy, self._objects.state)
+                manager, self._first_step = self._manager, self.run.step
+                prefix = None if manager is None else manager._directory / manager._name
+                self._state_check = StateCheck(self._strategy, self._objects.state, prefix)
                 self._make_steps()
             self._finish()
 
@@ -376,10 +372,7 @@ class TrainingLoop:
 
     def _close_row(self) -> None:
         """Append a row to the history: means of the steps since the last, and the validation."""
-        has_steps = self.run.step > self._row_step  # not where a start ended before its row
-        if self._state_check is not None and has_steps:
-            self._state_check.warn()
-            self._state_check = None
+        self._check_state()
         interval = self._options.validate_every
         times = np.subtract((time.perf_counter(), *self._strategy.time_spent()), self._row_start)
         number = self.run.epoch if interval.unit == "epoch" else self.run.step
@@ -393,12 +386,10 @@ class TrainingLoop:
         for mean in self._means.values():
             mean.reset_state()
         self._has_unsaved = True
-        self._update_staleness()
+        self._find_best_row()
         self._check_monitor(row, is_validated=self._validation is None or is_due)
         self._is_best = (
-            self._options.keep_best
-            and self._options.monitor in row
-            and self._rows_since_best() == 0
+            self._options.keep_best and self._options.monitor in row and self._rows_since_best == 0
         )
         if self.run.directory is not None:
             self.run.history.write_csv(self.run.directory / "history.csv")
@@ -407,6 +398,16 @@ class TrainingLoop:
             if hasattr(callback, "on_epoch"):
                 callback.on_epoch(self.run)
         self._begin_row()
+
+    def _check_state(self, is_end: bool = False) -> None:
+        """Warn of steps that change nothing, or not alike on all ranks."""
+        step_count = self.run.step - self._first_step
+        if (
+            self._state_check is not None
+            and step_count  # none where a start ended before its row
+            and self._state_check.warn(step_count, is_end)
+        ):
+            self._state_check = None
 
     def _save_best(self) -> None:
         """Save the run if its last row is the best; called when callbacks have seen that row."""
@@ -478,6 +479,7 @@ class TrainingLoop:
         interval = self._options.validate_every
         if interval.unit == "step" and self.run.step > self._row_step:
             self._close_row()
+        self._check_state(is_end=True)
         if self._manager is not None and self._options.directory is not None:
             self._note_save()
             self._save_best()
@@ -495,11 +497,19 @@ class TrainingLoop:
 
     def _restore_best(self) -> None:
         """Restore the state of the best row; the position in the data and the history stay."""
-        path = None if self._manager is None else self._manager.best_checkpoint
-        if path is None:
+        manager, best_value = self._manager, self._best_value
+        path = None if manager is None else manager.best_checkpoint
+        if manager is None or path is None or manager._best_value != best_value:
+            monitor = self._options.monitor
+            reason = (
+                f"the curve {monitor!r} has no value but NaN"
+                if best_value is None
+                else f"the best row, with {monitor} {best_value:.6g}, was made without keep_best, "
+                "or its checkpoint was removed or is damaged"
+            )
             raise CheckpointError(
-                f"fit: restore_best: {self.run.directory} has no best checkpoint: the best row was "
-                "made without keep_best. The variables have the last weights."
+                f"fit: restore_best: {self.run.directory} has no checkpoint of the best row: "
+                f"{reason}. The variables have the last weights."
             )
         with self._strategy.scope():
             Checkpoint(**self._objects.state).restore(path, partial=True)

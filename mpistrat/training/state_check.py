@@ -1,29 +1,35 @@
-"""The state of a run before and after its first row: that steps change it, alike on all ranks."""
+"""The state of a run before its steps and after rows: that steps change it, alike on all ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, final
 
 import xxhash
 
 from mpistrat.arrays import digest
-from mpistrat.checkpoint.saving import digest_cells, warn_differing_cells
+from mpistrat.checkpoint.saving import list_compared_names, warn_differing_cells
 from mpistrat.checkpoint.tree import collect_program_state
-from mpistrat.comm.callsite import get_program_stacklevel, shorten
+from mpistrat.comm.callsite import get_program_stacklevel, ranks_text, shorten
 from mpistrat.lockstep.guards import warn
 from mpistrat.strategy.strategy import Strategy
 from mpistrat.variables.variable import Variable
 
 _MAX_NAMES = 4
+# More steps than a program accumulates gradients over, or begins with at a learning rate of 0.
+_MAX_UNCHANGED_STEPS = 1000
 _UNCHANGED = (
-    "fit: no step of the first row has changed {names}, so nothing is learned. A step writes to "
-    "variables by optimizer.apply_gradients, w.assign_sub(x) or w.assign(x). w.numpy() is a "
-    "copy, and `w = w - x` makes w the name of a new array."
+    "fit: no step so far has changed {names}, so nothing is learned. A step writes to variables by "
+    "optimizer.apply_gradients, w.assign_sub(x) or w.assign(x). w.numpy() is a copy, and "
+    "`w = w - x` makes w the name of a new array."
 )
 _REPLACED = (
-    "fit: arrays have taken the place of variables in the state, {names}: `model['w'] = w - x` "
-    "writes to no variable. Write by optimizer.apply_gradients, w.assign_sub(x) or w.assign(x)."
+    "fit: {place}arrays have taken the place of variables in the state, {names}: "
+    "`model['w'] = w - x` writes to no variable. Write by optimizer.apply_gradients, "
+    "w.assign_sub(x) or w.assign(x)."
 )
 
 
@@ -31,54 +37,86 @@ _REPLACED = (
 class StateCheck:
     """The state of a run before its first step.
 
+    Collective: creation is.
+
     Args:
       strategy: The strategy.
       state: As `fit` takes it.
+      prefix: Where the run is saved, without the number; None for nowhere.
 
-    Cost: a pass over the state, and another one in `warn`.
+    Cost: a pass over the state, and another one in each `warn`.
     """
 
-    def __init__(self, strategy: Strategy, state: Mapping[str, Any]):
+    def __init__(self, strategy: Strategy, state: Mapping[str, Any], prefix: Path | None):
         """Keep digests of the state."""
         self._lockstep, self._state = strategy._replicas.lockstep, state
-        entries = self._collect_entries()
-        self._digests = _digest_entries(entries)
-        self._variable_names = {n for n, entry in entries.items() if isinstance(entry, Variable)}
+        self._prefix = prefix
+        with self._lockstep.validating_collectively("fit, the state before its first step"):
+            entries = self._collect_entries()
+            self._digests = _digest_entries(entries)
+            self._variable_names = {n for n, e in entries.items() if isinstance(e, Variable)}
 
     def _collect_entries(self) -> dict[str, Any]:
         """Return the values of the state that a checkpoint could save, by name."""
         return collect_program_state(None, self._state, lambda *_: None).entries
 
-    def warn(self) -> None:
+    def warn(self, step_count: int, is_end: bool) -> bool:
         """Warn of a state that no step has changed, and of values that differ between ranks.
 
         Collective. Cost: one handshake, and others to warn.
+
+        Args:
+          step_count: How many steps were made.
+          is_end: There are no more. Before the end, only 1,000 steps without a change are too many:
+            a program may accumulate gradients, or begin with a learning rate of 0.
+
+        Returns:
+          Whether there is nothing more to check: the state has changed, or there was a warning.
         """
-        lockstep, call = self._lockstep, "fit, the state after its first row"
+        lockstep, call = self._lockstep, "fit, the state after a row"
         with lockstep.validating_collectively(call):
             entries = self._collect_entries()
             digests = _digest_entries(entries)
-            cell_digests = digest_cells(entries)
-            own_digest = xxhash.xxh3_64_digest(b"".join(cell_digests.values()))
+            replaced_names = [
+                name
+                for name, entry in entries.items()
+                if name in self._variable_names and not isinstance(entry, Variable)
+            ]
+            # A replaced variable may be one on other ranks, which compare the same names.
+            compared_names = [n for n in list_compared_names(entries) if n not in replaced_names]
+            compared_digests = {name: digests[name] for name in compared_names}
+            own_digest = xxhash.xxh3_64_digest(b"".join(compared_digests.values()))
             is_changed = not digests or digests != self._digests
-        call += f" of {len(entries)} values {xxhash.xxh3_64_hexdigest(repr([*entries]).encode())}"
-        payloads = lockstep.gather_payloads(call, bytes([is_changed]) + own_digest)
-        replaced_names = [
-            name
-            for name, entry in entries.items()
-            if name in self._variable_names and not isinstance(entry, Variable)
-        ]
-        if replaced_names:
-            self._warn(_REPLACED, replaced_names)
-        elif not any(payload[0] for payload in payloads):
-            self._warn(_UNCHANGED, [*entries])
-        if len({payload[1:] for payload in payloads}) > 1:
-            warn_differing_cells(lockstep, "fit", cell_digests)
+        names_digest = xxhash.xxh3_64_hexdigest(repr([[*entries], compared_names]).encode())
+        payloads = lockstep.gather_payloads(
+            f"{call} of {len(entries)} values {names_digest}",
+            bytes([is_changed]) + own_digest + json.dumps(replaced_names).encode(),
+        )
+        names_by_rank = [json.loads(payload[9:]) for payload in payloads]
+        has_differences = len({payload[1:9] for payload in payloads}) > 1
+        is_unchanged = not (any(names_by_rank) or any(payload[0] for payload in payloads))
+        is_due = is_end or step_count >= _MAX_UNCHANGED_STEPS
+        if any(names_by_rank):
+            self._warn_replaced(names_by_rank)
+        elif is_unchanged and is_due:
+            self._warn(_UNCHANGED.format(names=_join_names([*entries])))
+        if has_differences:
+            warn_differing_cells(lockstep, "fit", compared_digests, self._prefix)
+        return is_due or has_differences or not is_unchanged
 
-    def _warn(self, text: str, names: list[str]) -> None:
-        names_text = ", ".join(shorten([repr(name) for name in names], _MAX_NAMES))
-        stacklevel = 1 + get_program_stacklevel()
-        warn(self._lockstep, "fit", text.format(names=names_text), stacklevel=stacklevel)
+    def _warn_replaced(self, names_by_rank: Sequence[Sequence[str]]) -> None:
+        names = [*dict.fromkeys(itertools.chain(*names_by_rank))]
+        pairs = zip(self._lockstep.ranks, names_by_rank, strict=True)
+        ranks = [rank for rank, rank_names in pairs if rank_names]
+        place_text = "" if len(ranks) == len(names_by_rank) else f"on {ranks_text(ranks)} "
+        self._warn(_REPLACED.format(place=place_text, names=_join_names(names)))
+
+    def _warn(self, text: str) -> None:
+        warn(self._lockstep, "fit", text, stacklevel=1 + get_program_stacklevel())
+
+
+def _join_names(names: Sequence[str]) -> str:
+    return ", ".join(shorten([repr(name) for name in names], _MAX_NAMES))
 
 
 def _digest_entries(entries: Mapping[str, Any]) -> dict[str, bytes]:

@@ -181,7 +181,7 @@ def test_a_large_one_is_written_and_read_by_all_ranks(
     comm.Free()
 
 
-@pytest.mark.filterwarnings("ignore:Checkpoint.save. on rank")
+@pytest.mark.filterwarnings("ignore:Checkpoint.(save|write). on rank")
 def test_variables_of_each_rank_alone(world, directory):
     epoch = ms.Variable(world.rank + 5, name="epoch")
     strategy, w, _, checkpoint = made(1.0)

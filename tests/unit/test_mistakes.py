@@ -171,7 +171,7 @@ def step(batch):
 ms.fit(step, dataset, epochs=2, state={{"w": w}}, strategy=strategy, verbose=False)  # here
 """,
         UserWarning,
-        r"no step of the first row has changed 'w'.*w\.numpy\(\) is a copy",
+        r"no step so far has changed 'w'.*w\.numpy\(\) is a copy",
     ),
     "a write to a view": Mistake(
         f"""{MODEL}
@@ -628,6 +628,21 @@ def step(x):
     return {{"loss": x}}
 data = ms.Dataset(np.arange(8.0)).batch(3)
 ms.fit(step, data, epochs=1, state={{"w": w}}, strategy=strategy, verbose=False)
+""",
+    "a fit that updates in its fourth row": f"""{MODEL.replace("0.1", "0.1, accumulate=4")}{STEP}
+def train(batch):
+    step(*batch)
+    return {{"loss": batch[1]}}
+ms.fit(train, dataset, epochs=2, state={{"w": w}}, strategy=strategy, verbose=False,
+       validate_every="1 step")
+""",
+    "a fit with the learning rate 0 in its first row": f"""\
+{MODEL.replace("0.1", "lambda step: 0.1 * step")}{STEP}
+def train(batch):
+    step(*batch)
+    return {{"loss": batch[1]}}
+ms.fit(train, dataset, epochs=2, state={{"w": w}}, strategy=strategy, verbose=False,
+       validate_every="1 step")
 """,
 }
 # Mistakes that only jobs of MPI show.

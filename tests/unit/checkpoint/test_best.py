@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
+from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
@@ -101,6 +103,57 @@ def test_a_damaged_one_is_not_kept_as_the_best(tmp_path):
     assert manager.best_checkpoint.endswith("ckpt-2.npz")
 
 
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("min_nbytes", [1, 1 << 30])  # directories, and files
+def test_one_that_was_found_damaged_is_not_the_best(tmp_path, monkeypatch, size, min_nbytes):
+    monkeypatch.setattr(sharded, "MIN_DIRECTORY_NBYTES", min_nbytes)
+    run_ranks(lambda comm: save_each(tmp_path, [2.0, 1.0]), size)
+    path = Path(ms.latest_checkpoint(tmp_path))
+    path = path / "data-0.bin" if path.is_dir() else path
+    encoded = path.read_bytes()
+    value = np.float64(1.0).tobytes()
+    assert encoded.count(value) == 1
+    path.write_bytes(encoded.replace(value, np.float64(0.5).tobytes()))
+
+    def restore(comm):
+        w, manager = make_manager(tmp_path, keep_best="loss")
+        names = list_names([manager.best_checkpoint])  # the manifest is not damaged
+        manager.restore_or_initialize()
+        names += list_names([manager.best_checkpoint])
+        manager.save(2, metrics={"loss": 0.5})  # in place of the damaged one
+        return float(w.numpy()), names + list_names([manager.best_checkpoint])
+
+    expected = (2.0, ["ckpt-2", "ckpt-1", "ckpt-2"])
+    assert run_ranks(restore, size) == [expected] * size
+
+
+def test_a_pipe_with_the_name_of_a_checkpoint(tmp_path):
+    save_each(tmp_path, [1.0])
+    os.mkfifo(tmp_path / "ckpt-2.npz")
+    _, manager = make_manager(tmp_path, keep_best="loss")
+    assert list_names([manager.best_checkpoint]) == ["ckpt-1"]
+    lines = inspection.list_checkpoints(str(tmp_path))[0]
+    assert [line.rpartition("bytes  ")[2] for line in lines] == [
+        "ok  loss 1",
+        f"{tmp_path}/ckpt-2.npz is not a checkpoint: it is not a regular file.",
+    ]
+
+
+@pytest.mark.parametrize("keep_best", [None, "loss"])
+@pytest.mark.parametrize("is_background", [False, True])
+def test_only_metrics_of_checkpoints_that_are_there_are_kept(tmp_path, keep_best, is_background):
+    def program(comm):
+        options = {"keep_best": keep_best, "background": is_background}
+        _, manager = make_manager(tmp_path, **options)
+        for value in (1.0, 2.0, 3.0, 4.0, 5.0):
+            manager.save(metrics={"loss": value})
+        manager.wait()
+        return list_names(manager._retention.metrics_by_path)
+
+    expected = [] if keep_best is None else ["ckpt-1", "ckpt-4", "ckpt-5"]
+    assert run_ranks(program, 2) == [expected] * 2
+
+
 def test_directories_have_metrics_too(tmp_path, monkeypatch):
     monkeypatch.setattr(sharded, "MIN_DIRECTORY_NBYTES", 1)
     assert save_each(tmp_path, [1.0, 2.0, 3.0, 4.0])[0] == ["ckpt-1", "ckpt-3", "ckpt-4"]
@@ -123,6 +176,13 @@ def test_ranks_with_different_metrics_are_told(tmp_path):
         (0.5, TypeError, r"such as \{'loss': 0.5\}, got 0.5"),
         ({"loss": "low"}, TypeError, "got {'loss': 'low'}"),
         ({1: 0.5}, TypeError, "numbers by name"),
+        ({}, TypeError, "at least one, such as"),
+        ({"loss": "0.5"}, TypeError, "got {'loss': '0.5'}"),
+        ({"loss": np.array("0.5")}, TypeError, "numbers by name"),
+        ({"loss": True}, TypeError, "got {'loss': True}"),
+        ({"loss": np.bool_(True)}, TypeError, "numbers by name"),
+        ({"loss": np.zeros(1)}, TypeError, "numbers by name"),
+        ({"loss": 1j}, TypeError, "numbers by name"),
         ({"accuracy": 0.5}, ValueError, r"has \['accuracy'\].*keep_best='loss'"),
     ],
 )
@@ -134,8 +194,10 @@ def test_metrics_are_numbers_by_name(tmp_path, metrics, error, text):
 
 def test_arrays_of_one_number_are_numbers(tmp_path):
     _, manager = make_manager(tmp_path)
-    path = manager.save(metrics={"loss": np.float32(0.5), "rows": np.array(3)})
-    assert sharded.read_metrics(Path(path)) == {"loss": 0.5, "rows": 3.0}
+    metrics = {"loss": np.float32(0.5), "rows": np.array(3), "part": Fraction(1, 4), "count": 7}
+    path = manager.save(metrics=metrics)
+    expected = {"loss": 0.5, "rows": 3.0, "part": 0.25, "count": 7.0}
+    assert sharded.read_metrics(Path(path)) == expected
 
 
 @pytest.mark.parametrize(

@@ -397,7 +397,7 @@ def test_variables_of_several_strategies_are_refused(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.filterwarnings("ignore:Checkpoint.save. on rank")
+@pytest.mark.filterwarnings("ignore:Checkpoint.(save|write). on rank")
 @every("strategy_class", STRATEGIES)
 @every("size", [1, 2, 3])
 def test_variables_of_each_rank_alone_are_saved_with_the_others(size, strategy_class, tmp_path):
@@ -432,7 +432,7 @@ def test_variables_of_each_rank_alone_are_saved_with_the_others(size, strategy_c
         assert found["model/w"].tolist() == [1.0, 2.0]
 
 
-@pytest.mark.filterwarnings("ignore:Checkpoint.save. on rank")
+@pytest.mark.filterwarnings("ignore:Checkpoint.(save|write). on rank")
 @every("size", [1, 2, 3])
 def test_variables_of_each_rank_alone_belong_to_the_scope_they_are_saved_in(size, tmp_path):
     def program(comm):
@@ -482,7 +482,7 @@ def test_arrays_belong_to_the_scope_in_which_their_checkpoint_was_made(made, tmp
     assert run_ranks(program, 2) == [[0.0, 0.0]] * 2
 
 
-@pytest.mark.filterwarnings("ignore:Checkpoint.save. on rank")
+@pytest.mark.filterwarnings("ignore:Checkpoint.(save|write). on rank")
 def test_large_variables_of_each_rank_alone(tmp_path, monkeypatch):
     monkeypatch.setattr(sharded, "MIN_DIRECTORY_NBYTES", 1)
 
@@ -530,6 +530,18 @@ class TestValuesThatDifferBetweenRanks:
             )
             assert "strategy.broadcast" in text
             assert "mpistrat.torch.replicate" in text
+
+    def test_each_is_named_once_for_each_checkpoint(self, tmp_path):
+        def save(comm, prefix):
+            with ms.MirroredStrategy().scope():
+                checkpoint = ms.Checkpoint(w=np.full(3, comm.rank))
+            for name in ("a", "b", "a"):
+                checkpoint.save(f"{prefix}-{name}")
+                checkpoint.write(f"{prefix}-{name}-whole")
+
+        texts = self.warnings_of(2, save, tmp_path)
+        calls = [text.partition(": on rank 1 'w' differs from rank 0")[0] for text in texts]
+        assert calls == ["Checkpoint.save", "Checkpoint.write"] * 2
 
     def test_it_is_an_error_on_all_ranks_where_warnings_are(self, tmp_path):
         def save(comm):

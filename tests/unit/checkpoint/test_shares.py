@@ -58,7 +58,7 @@ def made(comm, scale=1):
         )
     held = {"x": np.full(200, (10.0 + comm.rank) * scale)}
     checkpoint.cell = Cell(
-        "x", lambda: held["x"], lambda new: held.update(x=new.copy()), may_differ=True
+        "x", lambda: held["x"], lambda new: held.update(x=new.copy()), can_differ=True
     )
     return checkpoint
 

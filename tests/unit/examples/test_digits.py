@@ -27,7 +27,7 @@ import mpistrat
 from mpistrat.config import launched_by
 from mpistrat.examples import digits, mlp
 from mpistrat.examples.digits import DigitsSettings
-from mpistrat.examples.settings import parse_settings
+from mpistrat.examples.settings import collect_fixed_settings, parse_settings
 from mpistrat.launch.mpi_libraries import find_launcher
 from mpistrat.testing import run_ranks
 
@@ -293,6 +293,18 @@ def printed(done, ranks, directory):
     assert not CONTROL.search(done.stdout)
     assert [path.name for path in directory.iterdir()] == ["digits.png"]
     return lines[11:]
+
+
+@pytest.mark.parametrize("text", ["abc", "0", "-3", "1.5"])
+def test_a_count_that_is_none(text, capsys):
+    with pytest.raises(SystemExit):
+        parse_settings(DigitsSettings, "", "digits", [f"--epochs={text}"])
+    assert f"must be an integer of at least 1, got '{text}'" in capsys.readouterr().err
+
+
+def test_the_settings_that_a_run_keeps():
+    kept_settings = {"batch": 64, "seed": 1, "lr": 0.15, "hidden": 32}
+    assert collect_fixed_settings(SHORT) == kept_settings
 
 
 @no_job_in_a_job

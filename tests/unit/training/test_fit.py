@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import mpistrat as ms
-from mpistrat.errors import DataError, StructureError
+from mpistrat.errors import CheckpointError, DataError, StructureError
 from mpistrat.testing import RanksFailed, run_ranks
 
 X = np.random.default_rng(0).standard_normal((37, 3))
@@ -29,7 +29,10 @@ class Program:
             self.optimizer.build([self.w])
         self.data = ms.Dataset((X, Y)).shuffle(seed=0).batch(batch)
         self.state = {"w": self.w, "optimizer": self.optimizer}
-        self.validations = 0
+        self.validations, self.rows = 0, []
+
+    def on_epoch(self, run):
+        self.rows.append(run.epoch)
 
     def step(self, batch):
         x, y = batch
@@ -247,6 +250,50 @@ class TestTheBest:
             ms.Checkpoint(w=ms.Variable(0.0)), tmp_path, 2, keep_best="loss", best_mode="max"
         )
         assert manager.best_checkpoint.endswith("ckpt-1.npz")
+
+    @staticmethod
+    def continue_run(comm, directory, epochs, values, **options):
+        """Train to an epoch; the validation of each epoch has one of the values."""
+        program = Program(comm)
+        history = program.fit(
+            epochs=epochs,
+            validate=lambda batch: {"loss": (values[len(program.rows)], 1)},
+            validation_data=ms.Dataset((X, Y)).batch(len(X)),
+            callbacks=[program],
+            directory=directory,
+            **options,
+        )
+        return program.bits, history["validation/loss"][1].tolist()
+
+    def test_a_best_row_without_a_checkpoint_is_an_error(self, tmp_path):
+        def begin(comm):
+            self.continue_run(comm, tmp_path, 2, [3.0, 2.0], keep_best=True)
+            self.continue_run(comm, tmp_path, 5, [1.0, 4.0, 4.0], max_to_keep=1)
+
+        def end(comm):
+            text = "no checkpoint of the best row: the best row, with validation/loss 1, was made"
+            with pytest.raises(CheckpointError, match=text):
+                self.continue_run(comm, tmp_path, 6, [5.0], restore_best=True)
+
+        run_ranks(begin, 2)
+        run_ranks(end, 2)
+
+    def test_a_later_best_row_with_a_checkpoint_is_restored(self, tmp_path):
+        def program_of(comm):
+            self.continue_run(comm, tmp_path, 2, [3.0, 2.0])
+            options = {"restore_best": True}
+            return self.continue_run(comm, tmp_path, 4, [1.0, 4.0], **options)
+
+        bits, values = run_ranks(program_of, 2)[0]
+        assert values == [3.0, 2.0, 1.0, 4.0]
+        assert bits == run_ranks(self.three_epochs, 2)[0]
+
+    def test_a_curve_of_nan_has_no_best_row(self, tmp_path):
+        def program_of(comm):
+            with pytest.raises(CheckpointError, match="'validation/loss' has no value but NaN"):
+                self.continue_run(comm, tmp_path, 2, [np.nan, np.nan], restore_best=True)
+
+        run_ranks(program_of, 2)
 
 
 class Counter:
