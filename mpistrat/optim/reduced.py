@@ -118,6 +118,12 @@ class ReducedGradients(NamedTuple):
         return rows, start, None if factors is None else factors[matrix_index], self.divisor
 
 
+_RUN_ADVICE = (
+    "Call the step by strategy.run(step, args=batch): there apply_gradients reduces the gradients. "
+    "Else reduce them first: strategy.reduce, extended.reduce_to."
+)
+
+
 def reduce_gradients(state: State, gradient_call: GradientCall) -> ReducedGradients:
     """Make the handshake of the call, and return the gradients of all replicas.
 
@@ -135,12 +141,8 @@ def reduce_gradients(state: State, gradient_call: GradientCall) -> ReducedGradie
         group.lockstep.check()
         return ReducedGradients(dense, weight, gradient_call.sparse_gradients)
     if not gradient_call.is_replica_code:
-        advice = (
-            "Call the step by strategy.run(step, args=batch): there apply_gradients reduces the "
-            "gradients. Else reduce them first: strategy.reduce, extended.reduce_to."
-        )
         writes.check_same_contents(
-            group.lockstep, gradient_call.text, gradient_call.compared_values, advice
+            group.lockstep, gradient_call.text, gradient_call.compared_values, _RUN_ADVICE
         )
         return ReducedGradients(dense, weight, gradient_call.sparse_gradients)
     sparse_gradients: list[IndexedSlices] = []
