@@ -297,22 +297,22 @@ class StatusExchange:
     def _store_answer(self, now_seconds: float, message: bytes) -> None:
         own_size = self._table.layout.sizes[self._node_index]
         parts: list[Array] = []
-        at = 1
+        offset = 1
         for dtype, count in (_VERDICT_DTYPE, 1), (OTHER_NODES_DTYPE, 1), (np.dtype(bool), own_size):
-            parts.append(np.frombuffer(message, dtype, count, at))
-            at += parts[-1].nbytes
+            parts.append(np.frombuffer(message, dtype, count, offset))
+            offset += parts[-1].nbytes
         (verdict,), (summary,), is_named = parts
         verdict = Verdict(int(verdict["key"]), float(verdict["remaining_seconds"]), is_named)
         self._decided_seconds, self._verdict = now_seconds, verdict
         self._summaries[self._node_index] = summary
-        self._store_statuses(0, message, at)
+        self._store_statuses(0, message, offset)
 
-    def _store_statuses(self, node_index: int, message: bytes, at: int) -> None:
-        """Store the statuses of a node, which begin at byte `at` of a message."""
+    def _store_statuses(self, node_index: int, message: bytes, offset: int) -> None:
+        """Store the statuses of a node, which begin at byte `offset` of a message."""
         rows = self._table.layout.rows_of(node_index)
         count = rows.stop - rows.start
-        self._table.rows[rows] = np.frombuffer(message, STATUS_DTYPE, count, at)
-        self._table.texts[node_index] = message[at + count * STATUS_DTYPE.itemsize :]
+        self._table.rows[rows] = np.frombuffer(message, STATUS_DTYPE, count, offset)
+        self._table.texts[node_index] = message[offset + count * STATUS_DTYPE.itemsize :]
 
     def merge_statuses(self, now_seconds: float, local_statuses: StatusTable) -> StatusTable:
         """Return the statuses of all nodes, as far as they are known, in arrays of their own.
