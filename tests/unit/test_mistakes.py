@@ -132,7 +132,7 @@ for _ in range(3):
     print(strategy.run(step))
 """,
         UserWarning,
-        r"anew in each run.*Create it once, before the loop and in strategy\.scope\(\)",
+        r"anew in each run.*If it is to keep.*create it once, before the loop and in strategy",
     ),
     # Writing to variables.
     "an assignment in a function": Mistake(
@@ -183,7 +183,7 @@ def step(x, y):
     strategy.run(step, args=batch)
 """,
         ValueError,
-        r"read-only: write by w\.assign",
+        r"read-only\n  If it is the array of a variable: write by w\.assign",
     ),
     "an in-place operator": Mistake(
         f"""{MODEL}
