@@ -322,7 +322,7 @@ def _format_head(has_slowest: bool) -> list[str]:
 
 
 def _format_row(row: _Row, ranks: Sequence[int], has_cumulative: bool = True) -> str:
-    fields = ("own_seconds", "cumulative_seconds")[: 1 + has_cumulative]
+    fields = ("own_seconds", "cumulative_seconds") if has_cumulative else ("own_seconds",)
     columns = [_shorten(f"  {row.title}"), f"{row.find_mean('call_count'):9,.0f}"]
     for field in fields:
         columns.append(f"{row.find_mean(field):9.3f}")
