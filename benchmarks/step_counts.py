@@ -79,17 +79,15 @@ def digits_step(strategy: ms.Strategy) -> Callable[[], Any]:
     optimizer = SGD(lambda step: rate(step // 23), momentum=digits.MOMENTUM)
     with strategy.scope():
         model = mlp.Parameters(*map(ms.Variable, mlp.make_parameters(64, 128, 10, 0)))
-        loss, accuracy = Mean("loss"), Mean("accuracy")
+        metrics = [Mean("loss"), Mean("accuracy")]
     optimizer.build(model)
 
-    def train_step(x: Any, y: Any) -> None:
-        weights = mlp.Parameters(*map(np.asarray, model))
-        gradient, losses, hits = mlp.compute_gradients(weights, x, y)
-        optimizer.apply_gradients(zip(gradient, model, strict=True), weight=len(y))
-        loss.update_state(losses)
-        accuracy.update_state(hits)
+    def step(*batch: Any) -> None:
+        results = digits.train_step(model, optimizer, batch)
+        for metric, values in zip(metrics, results.values(), strict=True):
+            metric.update_state(values)
 
-    return lambda: strategy.run(train_step, args=next(batches))
+    return lambda: strategy.run(step, args=next(batches))
 
 
 def readme_replica_step(w: ms.Variable) -> Callable[[Any], Any]:

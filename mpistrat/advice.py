@@ -3,7 +3,7 @@
 A further name is one row. Names that begin with the name of a row share its advice, where a module
 or class is asked for them. Rows of tensors, variables, shapes, dtypes and replica contexts, which
 are no classes of this library, are looked up when an AttributeError leaves a scope: see
-`explain_missing_attribute`. `refuse_name` is for strategies and replica contexts.
+`explain_program_error`. `refuse_name` is for strategies and replica contexts.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ __all__ = [
     "CONTEXT_REPLACEMENTS",
     "PARITY_ADVICE",
     "STRATEGY_REPLACEMENTS",
-    "explain_missing_attribute",
+    "explain_program_error",
     "refuse_name",
 ]
 
@@ -290,8 +290,8 @@ _REBINDING_HINT = "is a variable outside of this function"
 # NumPy's texts about a write to a read-only array.
 _READ_ONLY_TEXTS = ("output array is read-only", "assignment destination is read-only")
 _READ_ONLY_HINT = (
-    "The array of a variable is read-only: write by w.assign(x), w.assign_sub(x), w.assign_add(x), "
-    "or compute with a copy, w.numpy()."
+    "If it is the array of a variable: write by w.assign(x), w.assign_sub(x), w.assign_add(x), or "
+    "compute with a copy, w.numpy()."
 )
 _NO_CONTEXT_TEXT = (
     "get_replica_context() is None in cross-replica code: in a scope, in a merge_fn, in a function "
@@ -308,13 +308,13 @@ _CLASS_ROWS: tuple[tuple[Any, str, str], ...] = (
 )
 
 
-def explain_missing_attribute(error: BaseException, is_cross_replica: bool) -> None:
-    """Say what to use instead of an attribute of tensors, or of a replica context that is None.
+def explain_program_error(error: BaseException, is_cross_replica: bool) -> None:
+    """Add the cure to an error that Python or NumPy raises in a program.
 
-    That has to be None in cross-replica code, as programs for tf.distribute ask whether it is, and
-    tensors are arrays. So Python raises, and what there is to say is added when the error leaves
-    a function or a scope, or ends the program. So it is where a function rebinds the name of a
-    variable.
+    It may be an attribute of tensors, which are arrays here, or of a replica context that is None,
+    as it has to be in cross-replica code: programs for tf.distribute ask whether it is. Or a
+    function rebinds the name of a variable, or writes to an array that may be a variable's. The
+    cure is added when the error leaves a function or a scope, or ends the program.
 
     Args:
       error: The error; its text changes.

@@ -319,6 +319,9 @@ def spec_text(array: Array) -> str:
     return f"{dtype_name(array.dtype)}[{','.join(map(str, array.shape))}]"
 
 
+DIGEST_NBYTES = 16  # bytes of a `digest`
+
+
 def digest(arrays: Iterable[Array]) -> bytes:
     """Return 16 bytes that are equal for equal dtypes, shapes and contents, and hardly otherwise.
 

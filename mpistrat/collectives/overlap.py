@@ -290,7 +290,7 @@ class Overlap:
         reason = _REASONS.get(self._lockstep.comm.reduce_integer(ability, "MIN"))
         if reason is not None:
             text = f"all_reduce_start: all is done at once. {reason}. The results are the same."
-            warn(self._lockstep, "all_reduce_start", text, RuntimeWarning, stacklevel=3)
+            warn(self._lockstep, "all_reduce_start", text, RuntimeWarning)
         return reason is None
 
     def _open_communicators(self) -> None:

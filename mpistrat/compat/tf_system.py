@@ -26,7 +26,7 @@ from mpistrat.errors import (
     OutOfRangeError,
     RemoteError,
 )
-from mpistrat.strategy.context_stack import explain_missing_attribute
+from mpistrat.strategy.context_stack import explain_program_error
 
 errors = Namespace(
     "tf.errors",
@@ -147,7 +147,7 @@ class _Function:
         except StopIteration as error:
             raise DataEnded("End of sequence: an iterator has no more.") from error
         except AttributeError as error:
-            explain_missing_attribute(error)
+            explain_program_error(error)
             raise
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:

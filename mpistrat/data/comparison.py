@@ -108,7 +108,7 @@ def compare_rows(lockstep: Lockstep, name: str, call: str, sample: Sequence[Arra
     start = f"{name}: the ranks hold {_HELD_TEXTS[worst][0]} ({lockstep.rank_text})"
     text = f"{start}. Compared with rank {lockstep.ranks[0]}, they hold\n  {lines}.\n  "
     if worst is _Difference.LAST_BITS:
-        warn(lockstep, f"distribute {name}", text + _LAST_BITS_ADVICE, stacklevel=5)
+        warn(lockstep, f"distribute {name}", text + _LAST_BITS_ADVICE)
     else:
         lockstep.raise_on_all_ranks(LockstepError(text + _ADVICE))
 

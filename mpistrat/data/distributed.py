@@ -508,7 +508,7 @@ class DistributedIterator(ElementIterator):
                 f"{_ADVICE} {_LAST_BITS}",
             )
         if not self._sharding.is_same_dataset and len(contents) == 1 and UNSEEN not in contents:
-            warn(self._input_gate.lockstep, call, _UNSHARDED.format(what=call), stacklevel=6)
+            warn(self._input_gate.lockstep, call, _UNSHARDED.format(what=call))
 
     def _share_signature(self, has_element: bool) -> None:
         # A replica that has never had an element asks for its structure and dtypes; it receives an

@@ -212,15 +212,14 @@ def replicate(tree: Any) -> Any:
     group = find_group("replicate")
     with group.lockstep.validating_collectively("replicate"):
         leaves, names, rebuild = _flatten(tree, lambda leaf, _: leaf)
-        places = [place for place, leaf in enumerate(leaves) if not callable(leaf)]
-        arrays, restore_keys = _replace_keys([leaves[place] for place in places], 0)
-        names = tuple(names[place] for place in places) if names else ()
+        leaf_indices = [index for index, leaf in enumerate(leaves) if not callable(leaf)]
+        arrays, restore_keys = _replace_keys([leaves[index] for index in leaf_indices], 0)
+        names = tuple(names[index] for index in leaf_indices) if names else ()
         traced_call = TracedCall(TracedGroup(group), "broadcast", names=names)
     tree_of_rank0 = broadcast_state(group, traced_call.build_tree(arrays), None)
-    for place, leaf in zip(
-        places, restore_keys(traced_call.list_leaves(tree_of_rank0)), strict=True
-    ):
-        leaves[place] = leaf
+    new_leaves = restore_keys(traced_call.list_leaves(tree_of_rank0))
+    for index, leaf in zip(leaf_indices, new_leaves, strict=True):
+        leaves[index] = leaf
     return rebuild(leaves)
 
 

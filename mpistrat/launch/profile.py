@@ -14,6 +14,7 @@ import argparse
 import contextlib
 import os
 import re
+import statistics
 import sys
 import sysconfig
 import threading
@@ -49,22 +50,22 @@ _NAME_WIDTH = 46
 
 
 class FunctionTimes(NamedTuple):
-    """The calls and seconds of one function, or of a group of them, on one rank.
+    """The calls and seconds of one function, or of one kind of them, on one rank.
 
     Attributes:
-      calls: Number of calls, recursive ones too.
-      own: Seconds in the function itself.
-      cumulative: Seconds from its call to its return.
+      call_count: Number of calls, recursive ones too.
+      own_seconds: Seconds in the function itself.
+      cumulative_seconds: Seconds from its call to its return.
     """
 
-    calls: int = 0
-    own: float = 0.0
-    cumulative: float = 0.0
+    call_count: int = 0
+    own_seconds: float = 0.0
+    cumulative_seconds: float = 0.0
 
 
 RankProfile = Mapping[FunctionKey, FunctionTimes]
-_NEVER = FunctionTimes()
-_GROUP_TITLES = {
+_NO_TIMES = FunctionTimes()
+_KIND_TITLES = {
     "program": "the program itself",
     "waiting": "waiting for ranks, moving data",
     "mpistrat": "mpistrat, without that",
@@ -184,7 +185,7 @@ def read_profiles(directory: Path) -> dict[int, RankProfile]:
     profiles: dict[int, RankProfile] = {}
     for rank, path in paths.items():
         try:
-            stats: dict[FunctionKey, Any] = vars(pstats.Stats(str(path)))["stats"]
+            stats: dict[FunctionKey, Any] = pstats.Stats(str(path)).stats  # type: ignore[attr-defined]
         except (EOFError, TypeError, ValueError, OSError) as error:
             raise LaunchError(f"{path} is no profile ({error}); remove it.") from None
         profiles[rank] = {
@@ -215,19 +216,18 @@ def report_job(directory: Path, rank_count: int) -> None:
 
 
 class _Row(NamedTuple):
-    """A function, or a group of functions, with its times on each rank."""
+    """A function, or all functions of one kind, with its times on each rank."""
 
     title: str
     times: list[FunctionTimes]
 
     def find_mean(self, field: str) -> float:
         """Return the mean of a field over the ranks."""
-        values: list[float] = [getattr(times, field) for times in self.times]
-        return sum(values) / len(values)
+        return statistics.fmean(getattr(times, field) for times in self.times)
 
 
 def classify_function(function_key: FunctionKey) -> str:
-    """Return the group of a function: ``program``, ``waiting``, ``mpistrat`` or ``other``.
+    """Return the kind of a function: ``program``, ``waiting``, ``mpistrat`` or ``other``.
 
     Example:
       >>> classify_function(("/project/train.py", 3, "main"))
@@ -276,29 +276,29 @@ def format_table(
       directory: Their directory, for the heading.
       max_rows: How many functions of the program, and of others, are shown at most.
     """
-    groups: dict[str, list[FunctionKey]] = {name: [] for name in _GROUP_TITLES}
+    keys_by_kind: dict[str, list[FunctionKey]] = {kind: [] for kind in _KIND_TITLES}
     for key in dict.fromkeys(key for profile in profiles.values() for key in profile):
-        groups[classify_function(key)].append(key)
+        keys_by_kind[classify_function(key)].append(key)
     program_rows, other_rows = (
         [
-            _Row(format_function(key), [p.get(key, _NEVER) for p in profiles.values()])
-            for key in groups[name]
+            _Row(format_function(key), [p.get(key, _NO_TIMES) for p in profiles.values()])
+            for key in keys_by_kind[kind]
         ]
-        for name in ("program", "other")
+        for kind in ("program", "other")
     )
-    program_rows.sort(key=lambda row: -row.find_mean("cumulative"))
-    other_rows.sort(key=lambda row: -row.find_mean("own"))
+    program_rows.sort(key=lambda row: -row.find_mean("cumulative_seconds"))
+    other_rows.sort(key=lambda row: -row.find_mean("own_seconds"))
     ranks = list(profiles)
-    group_rows = [
-        _Row(title, [_add_up(profile, groups[name]) for profile in profiles.values()])
-        for name, title in _GROUP_TITLES.items()
+    kind_rows = [
+        _Row(title, [_add_up(profile, keys_by_kind[kind]) for profile in profiles.values()])
+        for kind, title in _KIND_TITLES.items()
     ]
     lines = [
         f"mpistrat: profile of {ranks_text(ranks)}, in seconds; the files: {directory}/rank-N.prof",
         *_format_head(len(ranks) > 1),
         *(_format_row(row, ranks) for row in program_rows[:max_rows]),
         "all functions of",
-        *(_format_row(row, ranks, has_cumulative=False) for row in group_rows),
+        *(_format_row(row, ranks, has_cumulative=False) for row in kind_rows),
         "functions of packages and of Python",
         *(_format_row(row, ranks) for row in other_rows[:max_rows]),
     ]
@@ -307,7 +307,7 @@ def format_table(
 
 def _add_up(profile: RankProfile, function_keys: Sequence[FunctionKey]) -> FunctionTimes:
     times = [profile[key] for key in function_keys if key in profile]
-    return FunctionTimes(sum(t.calls for t in times), sum(t.own for t in times))
+    return FunctionTimes(sum(t.call_count for t in times), sum(t.own_seconds for t in times))
 
 
 def _format_head(has_slowest: bool) -> list[str]:
@@ -322,8 +322,8 @@ def _format_head(has_slowest: bool) -> list[str]:
 
 
 def _format_row(row: _Row, ranks: Sequence[int], has_cumulative: bool = True) -> str:
-    fields = ("own", "cumulative") if has_cumulative else ("own",)
-    columns = [_shorten(f"  {row.title}"), f"{row.find_mean('calls'):9,.0f}"]
+    fields = ("own_seconds", "cumulative_seconds") if has_cumulative else ("own_seconds",)
+    columns = [_shorten(f"  {row.title}"), f"{row.find_mean('call_count'):9,.0f}"]
     for field in fields:
         columns.append(f"{row.find_mean(field):9.3f}")
         if len(ranks) > 1:

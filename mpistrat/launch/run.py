@@ -145,6 +145,7 @@ def run(
     shape = fit_shape(launch_options, allocation)
     rank_command = build_rank_command(program, is_module, output, python_options)
     rank_variables = _choose_thread_variables(shape, allocation)
+    profile_origin = "--profile-dir" if profile_directory else "MPISTRAT_PROFILE"
     profile_directory = profile_directory or read_or_default().profile
     if profile_directory:  # programs may change directory
         rank_variables["MPISTRAT_PROFILE"] = str(Path(profile_directory).absolute())
@@ -153,7 +154,7 @@ def run(
     if dry_run:
         return 0
     _make_directory(output.directory, "--output-dir")
-    _make_directory(profile_directory, "--profile-dir")
+    _make_directory(profile_directory, profile_origin)
     if profile_directory:
         remove_profiles(Path(profile_directory))
     code = _run_watched_job(command, export_flag, allocation, shape.ranks, timeout)
@@ -162,12 +163,15 @@ def run(
     return code
 
 
-def _make_directory(directory: str, option: str) -> None:
+def _make_directory(directory: str, origin: str) -> None:
     try:
         if directory:
             Path(directory).mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise LaunchError(f"{option} {directory} cannot be made: {error.strerror}.") from None
+        raise LaunchError(
+            f"{origin} {directory} cannot be made: {error.strerror}. Give one that this host can "
+            "write."
+        ) from None
 
 
 def build_rank_command(

@@ -7,7 +7,7 @@ from collections import Counter
 from typing import Any, final
 from weakref import ReferenceType, WeakValueDictionary
 
-from mpistrat.arrays import digest
+from mpistrat.arrays import DIGEST_NBYTES, digest
 from mpistrat.comm import callsite
 from mpistrat.errors import DivergenceError
 from mpistrat.lockstep.handshake import Lockstep
@@ -17,7 +17,6 @@ _SAME_BATCHES = (
     "does all of the work, and a sum over the replicas counts every row {count} times. Loop over "
     "strategy.experimental_distribute_dataset(dataset), which gives each replica its rows."
 )
-_DIGEST_NBYTES = 16  # bytes of the digest of a batch, which that of the dataset's rows follows
 
 
 @final
@@ -31,7 +30,6 @@ class VariableRegistry:
         equal on all ranks.
       creations: For lines of replica code that have created variables in runs one after the other:
         the number of the last run, and a weak reference to the first variable.
-      has_warned_repeated: There was a warning of such a line.
       variables_by_number: The mirrored variables by number, as long as they live.
       variables_by_array_id: All variables by the identity of their array, as long as they live.
     """
@@ -42,7 +40,6 @@ class VariableRegistry:
         self.has_warned = False
         self.warned_names: set[str] = set()
         self.creations: dict[str, tuple[int, ReferenceType[Any]]] = {}
-        self.has_warned_repeated = False
         self.variables_by_number: WeakValueDictionary[int, Any] = WeakValueDictionary()
         self.variables_by_array_id: WeakValueDictionary[int, Any] = WeakValueDictionary()
 
@@ -94,7 +91,7 @@ def warn(
     call: str,
     text: str,
     category: type[Warning] = UserWarning,
-    stacklevel: int = 2,
+    stacklevel: int | None = None,
 ) -> None:
     """Warn once for all ranks, of a fact that all of them know.
 
@@ -105,12 +102,30 @@ def warn(
       call: The call that warns; equal on all ranks.
       text: The warning.
       category: Its class. Where warnings are errors, it is one on every rank.
-      stacklevel: As that of ``warnings.warn``, counted from here.
+      stacklevel: As that of ``warnings.warn``, counted from here; None for the line of the program.
     """
     with lockstep.validating_collectively(call):
         if lockstep.comm.rank == 0:
-            warnings.warn(text, category, stacklevel=stacklevel)
+            level = stacklevel or callsite.get_program_stacklevel()
+            warnings.warn(text, category, stacklevel=level)
     lockstep.handshake(f"{call}, which warned")
+
+
+def warn_on_replica0(lockstep: Lockstep, name: str, text: str) -> None:
+    """Warn once, at the line of the program, of a fact that all ranks know.
+
+    Not collective: replica 0 warns. Where warnings are errors, the caller raises on the others.
+
+    Args:
+      lockstep: The ranks.
+      name: The name of the warning; equal on all ranks.
+      text: The warning.
+    """
+    past_warnings = lockstep.state.past_warnings
+    is_new = name not in past_warnings
+    past_warnings.add(name)
+    if is_new and lockstep.comm.rank == 0:
+        warnings.warn(text, stacklevel=callsite.get_program_stacklevel())
 
 
 def warn_initial_values(
@@ -146,13 +161,13 @@ def warn_initial_values(
         "one in each process: sort it), or give each a name of its own: Variable(..., name=...). "
         "Values that differ on purpose, such as random ones, need names too. This is said once."
     )
-    warn(lockstep, "Variable", text, stacklevel=5)
+    warn(lockstep, "Variable", text)
 
 
 def warn_repeated_creation(lockstep: Lockstep, variable: Any) -> None:
     """Warn once of a line of replica code that creates a variable in each run, to drop it then.
 
-    Not collective: replica 0 warns. Where warnings are errors, the caller raises on the others.
+    Not collective; see `warn_on_replica0`.
 
     Args:
       lockstep: The ranks.
@@ -165,55 +180,48 @@ def warn_repeated_creation(lockstep: Lockstep, variable: Any) -> None:
         reference = ReferenceType(variable)
     is_repeated = last_step == step_count - 1 and reference() is None
     registry.creations[position] = step_count, reference
-    if is_repeated and not registry.has_warned_repeated:
-        registry.has_warned_repeated = True
-        if lockstep.comm.rank == 0:
-            text = (
-                f"{position} creates variable {variable.name!r} anew in each run of replica code, "
-                "and the first one is gone: what a step has learned is lost. Create it once, "
-                "before the loop and in strategy.scope(), and use it in the function of run."
-            )
-            warnings.warn(text, stacklevel=callsite.get_program_stacklevel())
+    if is_repeated:
+        text = (
+            f"{position} creates variable {variable.name!r} anew in each run of replica code, and "
+            "the first one is gone. If it is to keep what a step has learned, create it once, "
+            "before the loop and in strategy.scope(), and use it in the function of run."
+        )
+        warn_on_replica0(lockstep, "repeated creation", text)
 
 
-def compare_batches(lockstep: Lockstep, stacklevel: int) -> None:
+def compare_batches(lockstep: Lockstep) -> None:
     """Warn if all ranks were given the same batch of a dataset that is not distributed, once.
 
     Collective. Cost: one handshake, and another one to warn.
 
     Args:
       lockstep: Its run has the digest of this rank's batch.
-      stacklevel: As that of ``warnings.warn``, counted from here.
     """
     state = lockstep.state
     state.needs_comparison, state.has_compared_batches = False, True
     call = "compare batches of a dataset that is not distributed"
     digests = lockstep.gather_payloads(call, state.run.batch_digest)
-    batch_digests = {rank_digest[:_DIGEST_NBYTES] for rank_digest in digests}
-    source_digests = {rank_digest[_DIGEST_NBYTES:] for rank_digest in digests}
+    batch_digests = {rank_digest[:DIGEST_NBYTES] for rank_digest in digests}
+    source_digests = {rank_digest[DIGEST_NBYTES:] for rank_digest in digests}
     is_same_batch = len(batch_digests) == 1 and b"" not in batch_digests
     if is_same_batch or (len(source_digests) == 1 and b"" not in source_digests):
         subject = "the same batch" if is_same_batch else "batches of the same rows, in other orders"
         text = _SAME_BATCHES.format(count=lockstep.comm.size, subject=subject)
-        warn(lockstep, "run", text, stacklevel=stacklevel)
+        warn(lockstep, "run", text)
 
 
-def warn_unweighted(lockstep: Lockstep, call: str, stacklevel: int) -> None:
+def warn_unweighted(lockstep: Lockstep, call: str) -> None:
     """Warn once of a mean without a weight, over a batch of which replicas have unequal parts.
 
-    Not collective: replica 0 warns. Where warnings are errors, the caller raises on the others.
+    Not collective; see `warn_on_replica0`.
 
     Args:
       lockstep: Its run has such a batch.
       call: The call that takes the mean.
-      stacklevel: As that of ``warnings.warn``, counted from here.
     """
-    state = lockstep.state
-    was_warned, state.has_warned_unweighted = state.has_warned_unweighted, True
-    if lockstep.comm.rank == 0 and not was_warned:
-        text = (
-            f"{call}: a mean without a weight, of a batch of which the replicas have different "
-            "numbers of rows: each replica counts alike, so rows of a replica that has fewer count "
-            "more. Give the number of its rows, weight=len(x); or weight=1 if that is meant."
-        )
-        warnings.warn(text, stacklevel=stacklevel)
+    text = (
+        f"{call}: a mean without a weight, of a batch of which the replicas have different numbers "
+        "of rows: each replica counts alike, so rows of a replica that has fewer count more. Give "
+        "the number of its rows, weight=len(x); or weight=1 if that is meant."
+    )
+    warn_on_replica0(lockstep, "unweighted mean", text)

@@ -397,8 +397,7 @@ class CallState:
       cause_text: The line about the exception that has ended the program, once a rank has left.
       uneven_batch: The last batch of an iterator, and its leaves, if the replicas have different
         numbers of its rows.
-      has_warned_unweighted: There was a warning of a mean without a weight over such a batch.
-      has_warned_whole_batch: There was a warning of a step outside of `run` on a whole batch.
+      past_warnings: Names of the warnings of `warn_on_replica0` that have come; equal on all ranks.
       has_warned_formatted: There was a warning of a value per replica in a text.
       needs_comparison: A rank has asked in the last `compare_payloads` that all ranks compare their
         batches.
@@ -421,8 +420,8 @@ class CallState:
         self.exit_code = 0
         self.cause_text = ""
         self.uneven_batch: Sequence[Any] = ()
-        self.has_warned_unweighted = self.has_warned_formatted = False
-        self.has_warned_whole_batch = False
+        self.past_warnings: set[str] = set()
+        self.has_warned_formatted = False
         self.needs_comparison = self.has_compared_batches = False
         self.batch_search_count = 0
         self.end_broken_call: Callable[[Session, BaseException], None] = lambda session, error: None

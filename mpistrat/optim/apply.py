@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import functools
 import math
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -22,7 +21,7 @@ from mpistrat.comm.base import Comm
 from mpistrat.data.iterators import latest_iterator
 from mpistrat.errors import NonFiniteError
 from mpistrat.lockstep.ending import abort
-from mpistrat.lockstep.guards import warn, warn_unweighted
+from mpistrat.lockstep.guards import warn, warn_on_replica0, warn_unweighted
 from mpistrat.lockstep.handshake import Lockstep
 from mpistrat.optim import passes
 from mpistrat.optim.base import Progress, limit_of
@@ -103,7 +102,7 @@ def apply(
     lockstep, progress = state.strategy._replicas.lockstep, state.progress
     try:
         if weight is None and lockstep.state.run.has_uneven_rows and mode and mode.replica:
-            warn_unweighted(lockstep, name, stacklevel=4)
+            warn_unweighted(lockstep, name)
         is_replica_code = mode is not None and mode.replica is not None
         if not is_replica_code and latest_iterator.iterator is not None:
             _warn_whole_batch(lockstep, name)
@@ -128,14 +127,11 @@ def apply(
 def _warn_whole_batch(lockstep: Lockstep, name: str) -> None:
     """Warn once of a step outside of `run` on a batch of a dataset that is not distributed.
 
-    Not collective: replica 0 warns. Where warnings are errors, the caller raises on the others.
+    Not collective; see `warn_on_replica0`.
     """
     iterator = None if latest_iterator.iterator is None else latest_iterator.iterator()
-    is_first = iterator is not None and not lockstep.state.has_warned_whole_batch
-    if is_first and lockstep.comm.size > 1:
-        lockstep.state.has_warned_whole_batch = True
-        if lockstep.comm.rank == 0:
-            warnings.warn(_WHOLE_BATCH.format(name=name), stacklevel=4)
+    if iterator is not None and lockstep.comm.size > 1:
+        warn_on_replica0(lockstep, "whole batch", _WHOLE_BATCH.format(name=name))
 
 
 def flush(optimizer: OptimizerSettings, state: State) -> None:
@@ -429,7 +425,7 @@ def _warn_skipped(state: State, gradient_call: GradientCall, step: int) -> None:
         f"{gradient_call.name}: a gradient is NaN or infinite, so the update after step {step} is "
         "left out on all ranks (nonfinite='skip'); optimizer.progress.skipped counts them."
     )
-    warn(state.strategy._replicas.lockstep, gradient_call.name, text, RuntimeWarning, stacklevel=4)
+    warn(state.strategy._replicas.lockstep, gradient_call.name, text, RuntimeWarning)
 
 
 def _fail_nonfinite(state: State, gradient_call: GradientCall, bad_index: int) -> None:

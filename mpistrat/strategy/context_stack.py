@@ -96,7 +96,7 @@ class CodeContext:
         for context in self._added_contexts:
             context.__exit__(None, None, None)
         if error is not None:
-            advice.explain_missing_attribute(error, self.replica is None)
+            advice.explain_program_error(error, self.replica is None)
         if _code_context.get() is self:
             _code_context.reset(self._token)
             return
@@ -136,13 +136,13 @@ def copy_context(context: CodeContext | None, strategy: StrategyLike) -> CodeCon
     )
 
 
-def explain_missing_attribute(error: BaseException) -> None:
-    """Add to an error what to use instead of a missing attribute; see `mpistrat.advice`."""
+def explain_program_error(error: BaseException) -> None:
+    """Add the cure to an error of the program; see `mpistrat.advice`."""
     context = current_context()
-    advice.explain_missing_attribute(error, context is not None and context.replica is None)
+    advice.explain_program_error(error, context is not None and context.replica is None)
 
 
-exits.explainers.append(explain_missing_attribute)
+exits.explainers.append(explain_program_error)
 
 
 def set_lasting_strategy(strategy: StrategyLike | None) -> None:

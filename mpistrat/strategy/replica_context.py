@@ -106,7 +106,7 @@ def get_replica_context() -> ReplicaContext | Any:
 def _warn_unweighted_mean(group: ReplicaGroup, call: str, reduce_op: ReduceOp | str) -> None:
     with group.lockstep.validating_collectively(call):
         if ReduceOp.parse(reduce_op) is ReduceOp.MEAN:
-            warn_unweighted(group.lockstep, call, stacklevel=4)
+            warn_unweighted(group.lockstep, call)
 
 
 @final

@@ -153,7 +153,7 @@ def end_in_handshake(
     )
     state.step_count += 1
     if state.needs_comparison:
-        compare_batches(lockstep, stacklevel=6)
+        compare_batches(lockstep)
     check_interval = lockstep.session.options.check_every
     if check_interval and state.step_count % check_interval == 0 and lockstep.comm.size > 1:
         compare_copies(lockstep)

@@ -16,6 +16,7 @@ import xxhash
 
 from mpistrat import pytree
 from mpistrat.arrays import (
+    DIGEST_NBYTES,
     Array,
     as_array,
     as_bytes,
@@ -47,7 +48,6 @@ from mpistrat.variables.values import DistributedValues
 
 # Leaves that are not arrays; they travel as they are.
 _PLAIN_TYPES = frozenset({type(None), bool, int, float, complex, str, np.str_})
-_DIGEST_NBYTES = 16
 _CHUNK_NBYTES = 8 * 1024 * 1024  # bytes in which a difference is looked for
 _MAX_LETTERS = 60  # letters of a value in messages
 
@@ -273,8 +273,8 @@ def _make_divergence_error(
 ) -> DivergenceError:
     """Return the error that says where the ranks differ. Collective; alike on all ranks."""
     ranks, messages = lockstep.ranks, lockstep.gather_texts(digests)
-    starts = range(0, len(digests), _DIGEST_NBYTES)
-    columns = [[message[at : at + _DIGEST_NBYTES] for message in messages] for at in starts]
+    starts = range(0, len(digests), DIGEST_NBYTES)
+    columns = [[message[at : at + DIGEST_NBYTES] for message in messages] for at in starts]
     differing_leaves = [i for i, column in enumerate(columns) if len(set(column)) > 1]
     first_leaf, column = differing_leaves[0], columns[differing_leaves[0]]
     differing_replicas = [i for i, leaf_digest in enumerate(column) if leaf_digest != column[0]]

@@ -230,7 +230,7 @@ class SyncBatchNorm(torch.nn.modules.batchnorm._BatchNorm):
 
     In ``DistributedDataParallel``, ``fully_shard`` or alone, in a process group of several ranks,
     the sums go through that group, on the CPU too. These average gradients over ranks and not over
-    rows, so there the gradients are those of one process where ranks have equally many rows.
+    rows, so there the gradients are those of one process only if all ranks have equally many rows.
 
     Collective: in training all ranks call it, and its backward pass. Arguments and attributes are
     those of ``torch.nn.BatchNorm2d``; inputs have 2 dimensions or more. `replicate` gives it the
@@ -351,6 +351,13 @@ class _SumOverRanks(NamedTuple):
         parts = flat.split([tensor.numel() for tensor in tensors])
         return [part.view_as(tensor) for part, tensor in zip(parts, tensors, strict=True)]
 
+    def get_rank_and_size(self) -> tuple[int, int]:
+        """Return the number of this rank, and the number of ranks."""
+        if self.strategy is not None:
+            return self.strategy.rank, self.strategy.num_replicas_in_sync
+        distributed = torch.distributed
+        return distributed.get_rank(self.group), distributed.get_world_size(self.group)
+
     def loss_weight(self, local_count: int, count: float) -> float:
         """Return the factor of this rank's loss in the loss of the job, up to a constant.
 
@@ -382,7 +389,12 @@ class _NormalizeOverRanks(torch.autograd.Function):
         ]
         count, total, squares = sum_over_ranks.sum(local_sums)
         if count <= 1:
-            raise ValueError("SyncBatchNorm wants more than 1 value per channel in all ranks.")
+            rank, rank_count = sum_over_ranks.get_rank_and_size()
+            raise ValueError(
+                f"SyncBatchNorm wants more than 1 value per channel over all {rank_count} ranks, "
+                f"got {count:.0f} (rank {rank} has {local_count}). Give larger batches, or call "
+                "eval() of the model, which takes the running statistics."
+            )
         mean = total / count
         variance = (squares / count - mean * mean).clamp_min(0)
         scale = (variance + eps).rsqrt()

@@ -9,7 +9,7 @@ import numpy as np
 import xxhash
 
 from mpistrat import pytree
-from mpistrat.arrays import Array, as_array, digest, is_scalar, spec_text
+from mpistrat.arrays import DIGEST_NBYTES, Array, as_array, digest, is_scalar, spec_text
 from mpistrat.comm.callsite import group_by_key, ranks_text, shorten
 from mpistrat.comm.session import Session
 from mpistrat.errors import LeafTypeError, LockstepError
@@ -20,9 +20,8 @@ from mpistrat.variables.kinds import DistributedVariable, VariableAggregation
 from mpistrat.variables.values import DistributedValues, Mirrored
 
 _MAX_LETTERS = 24  # letters of a number in messages
-_DIGEST_NBYTES = 16
 # The bytes in a handshake for each compared value.
-_CONTENT_NBYTES = _DIGEST_NBYTES + _MAX_LETTERS + len("[, ...]")
+_CONTENT_NBYTES = DIGEST_NBYTES + _MAX_LETTERS + len("[, ...]")
 
 # Texts; values that each replica may have its own of; and variables, whose writes are compared.
 _UNCOMPARED_TYPES = (str, bytes, type(None), DistributedValues, DistributedVariable)
@@ -113,14 +112,14 @@ def _encode_content(content: Array | bytes) -> bytes:
         return xxhash.xxh3_128_digest(content).ljust(_CONTENT_NBYTES)
     value_text = str(content.reshape(-1)[0])[:_MAX_LETTERS] if content.size else ""
     value_text = f"[{value_text}, ...]" if content.size > 1 else value_text
-    return digest([content]) + value_text.encode().ljust(_CONTENT_NBYTES - _DIGEST_NBYTES)
+    return digest([content]) + value_text.encode().ljust(_CONTENT_NBYTES - DIGEST_NBYTES)
 
 
 def _describe_differences(contents: Sequence[bytes], ranks: Sequence[int]) -> str:
     """Return a text of the different contents, and the ranks that have each."""
     texts: list[str] = []
     for content, group_ranks in group_by_key(contents, ranks).items():
-        value_text = content[_DIGEST_NBYTES:].decode().strip()
+        value_text = content[DIGEST_NBYTES:].decode().strip()
         is_repeated = value_text and any(text.startswith(value_text) for text in texts)
         value_text = value_text or ("another value" if texts else "one value")
         texts.append(

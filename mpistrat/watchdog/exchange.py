@@ -120,7 +120,7 @@ class Mailbox:
 
 
 _MORE_FOLLOWS, _LAST = b"\0", b"\1"
-_VERDICT_DTYPE = np.dtype([("key", np.int64), ("remaining_seconds", np.float64)])
+_VERDICT_DTYPE = np.dtype([("key", np.int64), ("is_ending", np.bool_)])
 
 
 @final
@@ -137,6 +137,7 @@ class StatusExchange:
     Attributes:
       is_leading: This is the first node.
       own_rows: The rows of this node.
+      verdict: The verdict on the ranks of this node; on the first node, on all ranks.
     """
 
     def __init__(
@@ -158,9 +159,7 @@ class StatusExchange:
         self._table.assume_started(slice(None) if self.is_leading else layout.rows_of(0))
         self._heard_seconds = np.full(channel.size, now_seconds)  # by node; the last message
         judged_rows = slice(None) if self.is_leading else self.own_rows
-        # The first node's verdict on all ranks; on other nodes, on their own. Its age.
-        self._verdict = Verdict(0, np.inf, np.zeros(len(layout.ranks), np.bool_)[judged_rows])
-        self._decided_seconds = now_seconds
+        self.verdict = Verdict(0, False, np.zeros(len(layout.ranks), np.bool_)[judged_rows])
         self._summaries = np.zeros(channel.size, OTHER_NODES_DTYPE)
         self._next_send_seconds = now_seconds
         self._unanswered_peers: set[int] = set()  # leading: nodes that wait for an answer
@@ -181,27 +180,14 @@ class StatusExchange:
         is_silent = now_seconds - self._heard_seconds > self._silence_seconds
         return self._peers.intersection(np.flatnonzero(is_silent).tolist())
 
-    def record_decisions(self, now_seconds: float, verdict: Verdict, summaries: Array) -> None:
+    def record_decisions(self, verdict: Verdict, summaries: Array) -> None:
         """Keep decisions of the first node for its next answers.
 
         Args:
-          now_seconds: The time.
           verdict: The verdict on all ranks.
           summaries: As of `StatusTable.summarize_other_nodes`.
         """
-        self._decided_seconds, self._verdict, self._summaries = now_seconds, verdict, summaries
-
-    def read_verdict(self, now_seconds: float) -> Verdict:
-        """Return the verdict on the ranks of this node; on the first node, on all ranks.
-
-        The first node knows of the others with a delay of about the interval between messages.
-        So another node counts on the end of the job that much earlier.
-        """
-        elapsed_seconds = now_seconds - self._decided_seconds
-        if not self.is_leading:
-            elapsed_seconds += self._interval_seconds
-        remaining_seconds = self._verdict.remaining_seconds - elapsed_seconds
-        return self._verdict._replace(remaining_seconds=remaining_seconds)
+        self.verdict, self._summaries = verdict, summaries
 
     def read_other_nodes(self, now_seconds: float) -> tuple[int, float, float, float]:
         """Return the summary of the other nodes, as of `StatusTable.summarize_other_nodes`.
@@ -244,7 +230,7 @@ class StatusExchange:
         ready_peers = [peer for peer in self._unanswered_peers if self._channel.is_sent(peer)]
         if not ready_peers:
             return
-        verdict = self.read_verdict(now_seconds)
+        verdict = self.verdict
         encoded_verdict = np.array(verdict[:2], _VERDICT_DTYPE).tobytes()
         head = (_LAST if is_closing else _MORE_FOLLOWS) + encoded_verdict
         tail = local_statuses.rows.tobytes() + local_statuses.texts[0]
@@ -267,7 +253,7 @@ class StatusExchange:
                 return
             self._is_awaiting_answer = False
             self._heard_seconds[0] = now_seconds
-            self._store_answer(now_seconds, message)
+            self._store_answer(message)
             if message[:1] == _LAST:
                 self._peers.discard(0)
                 return
@@ -294,25 +280,24 @@ class StatusExchange:
             max_nbytes += _VERDICT_DTYPE.itemsize + OTHER_NODES_DTYPE.itemsize + own_size
         self._channel.post_receive(peer, max_nbytes)
 
-    def _store_answer(self, now_seconds: float, message: bytes) -> None:
+    def _store_answer(self, message: bytes) -> None:
         own_size = self._table.layout.sizes[self._node_index]
         parts: list[Array] = []
-        at = 1
+        offset = 1
         for dtype, count in (_VERDICT_DTYPE, 1), (OTHER_NODES_DTYPE, 1), (np.dtype(bool), own_size):
-            parts.append(np.frombuffer(message, dtype, count, at))
-            at += parts[-1].nbytes
+            parts.append(np.frombuffer(message, dtype, count, offset))
+            offset += parts[-1].nbytes
         (verdict,), (summary,), is_named = parts
-        verdict = Verdict(int(verdict["key"]), float(verdict["remaining_seconds"]), is_named)
-        self._decided_seconds, self._verdict = now_seconds, verdict
+        self.verdict = Verdict(int(verdict["key"]), bool(verdict["is_ending"]), is_named)
         self._summaries[self._node_index] = summary
-        self._store_statuses(0, message, at)
+        self._store_statuses(0, message, offset)
 
-    def _store_statuses(self, node_index: int, message: bytes, at: int) -> None:
-        """Store the statuses of a node, which begin at byte `at` of a message."""
+    def _store_statuses(self, node_index: int, message: bytes, offset: int) -> None:
+        """Store the statuses of a node, which begin at byte `offset` of a message."""
         rows = self._table.layout.rows_of(node_index)
         count = rows.stop - rows.start
-        self._table.rows[rows] = np.frombuffer(message, STATUS_DTYPE, count, at)
-        self._table.texts[node_index] = message[at + count * STATUS_DTYPE.itemsize :]
+        self._table.rows[rows] = np.frombuffer(message, STATUS_DTYPE, count, offset)
+        self._table.texts[node_index] = message[offset + count * STATUS_DTYPE.itemsize :]
 
     def merge_statuses(self, now_seconds: float, local_statuses: StatusTable) -> StatusTable:
         """Return the statuses of all nodes, as far as they are known, in arrays of their own.

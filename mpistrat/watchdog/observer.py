@@ -290,12 +290,12 @@ class Verdict(NamedTuple):
 
     Attributes:
       key: The call that others wait in, and the part of it.
-      remaining_seconds: Seconds until the job ends if nothing moves; infinite if it does not end.
+      is_ending: The end of the job is announced: it ends whatever moves from now on.
       is_named: For each rank whether its stacks are wanted.
     """
 
     key: int
-    remaining_seconds: float
+    is_ending: bool
     is_named: Array
 
 
@@ -413,14 +413,14 @@ class Observer:
         return IN_OTHER_CALL if entry.is_away and state != STOPPED else state
 
     def react(self, table: StatusTable, own_rows: slice) -> Verdict:
-        """Warn of missing ranks, ask those of this node for their stacks, or end the job.
+        """Warn of missing ranks, ask those of this node for their stacks, or announce the end.
 
         Args:
           table: The statuses of all ranks of the job, as far as they are known here.
           own_rows: The ranks of this node.
 
         Returns:
-          The verdict on all ranks of the table.
+          The verdict on all ranks of the table. The caller ends the job if it is announced.
         """
         diagnosis = diagnose(table, self.size)
         warn, timeout = self.limits
@@ -431,7 +431,7 @@ class Observer:
         if diagnosis is None or diagnosis.seconds < min(warn, timeout):
             if diagnosis is None:
                 self._last_warning = ()
-            return Verdict(0, np.inf, is_named)
+            return Verdict(0, False, is_named)
         # Warn again when another rank is missing or gets into trouble; not for each new line.
         rows = table.rows[diagnosis.missing]
         is_late = rows["age"] >= warn
@@ -442,13 +442,12 @@ class Observer:
             self.print_report(format_warning(diagnosis, warn, timeout))
         # A rank of which nothing is known here may have declared why it is late.
         can_end = bool(diagnosis.missing.size) or not diagnosis.unknown_count
-        remaining_seconds = timeout - diagnosis.seconds if can_end else np.inf
+        is_ending = can_end and diagnosis.seconds >= timeout
         is_named[diagnosis.missing if diagnosis.missing.size else diagnosis.waiting] = True
-        verdict = Verdict(diagnosis.key, remaining_seconds, is_named)
-        self.follow(verdict._replace(is_named=is_named[own_rows]), table.rows[own_rows])
-        if remaining_seconds <= 0:
+        if is_ending:
             self.print_report(format_ending(diagnosis, timeout, HUNG))
-            self.end_job(HUNG)
+        verdict = Verdict(diagnosis.key, is_ending, is_named)
+        self.follow(verdict._replace(is_named=is_named[own_rows]), table.rows[own_rows])
         return verdict
 
     def follow(self, verdict: Verdict, own_rows: Array) -> None:
@@ -466,7 +465,7 @@ class Observer:
                 self._stack_requests.add((entry.rank, verdict.key))
                 self.node_board.request_stacks(index)
             is_unresponsive = own_rows["activity"][index] == ord(NOT_RUNNING_PYTHON)
-            if is_unresponsive and verdict.remaining_seconds <= 0:
+            if is_unresponsive and verdict.is_ending:
                 self._signal_unresponsive(index, entry)
 
     def _signal_unresponsive(self, index: int, entry: SlotEntry) -> None:

@@ -15,6 +15,7 @@ is inside of a call of the same communicator and must hear that this rank leaves
 from __future__ import annotations
 
 import atexit
+import math
 import os
 import platform
 import signal
@@ -41,7 +42,7 @@ from mpistrat.watchdog.exchange import (
     call_before_finalize,
     has_thread_multiple,
 )
-from mpistrat.watchdog.observer import Limits, Observer
+from mpistrat.watchdog.observer import HUNG, Limits, Observer
 from mpistrat.watchdog.processes import ComputeTracker, LauncherProcesses, ReadProcess, read_process
 from mpistrat.watchdog.status_board import (
     BETWEEN_CALLS,
@@ -49,6 +50,7 @@ from mpistrat.watchdog.status_board import (
     IN_OTHER_CALL,
     LEAVING,
     LEFT,
+    NOT_RUNNING_PYTHON,
     SECOND_NS,
     TROUBLES,
     NodeBoard,
@@ -67,6 +69,7 @@ from mpistrat.watchdog.statuses import NodeLayout, StatusTable, map_activities
 ORPHANED = 76  # the launcher is gone
 
 _IS_STAYING = map_activities("".join((IN_OTHER_CALL, *TROUBLES)))
+_NEWS_INTERVALS = 2  # intervals between messages in which all nodes hear of a decision
 _CLOSING_SECONDS = 0.01  # seconds between two looks while the last messages are exchanged
 
 
@@ -104,6 +107,7 @@ class Watchdog:
         self._last_look_ns = self._last_tick_ns = self.clock()
         self._resumed_ns = self._last_progress_ns = 0
         self._statuses = StatusTable.create(self.observer.layout)
+        self._end_ns = math.inf  # when the job ends, once that is announced
         self._has_failed = False
 
     def start(self) -> None:
@@ -136,6 +140,8 @@ class Watchdog:
                     self._has_failed = True
                     say(f"mpistrat: the watchdog failed (reported once): {error!r}")
                     traceback.print_exception(error, file=sys.__stderr__)
+        if self._end_ns < math.inf:
+            self.observer.end_job(HUNG)
         while self.exchange is not None and not self.exchange.is_finished:
             self.exchange.exchange_statuses(
                 self.clock() / SECOND_NS, self._statuses, is_closing=True
@@ -148,6 +154,8 @@ class Watchdog:
         if self.launcher is not None and self.launcher.is_any_gone():
             self._end_orphans(now_ns)
             return
+        if now_ns >= self._end_ns:
+            self.observer.end_job(HUNG)
         if now_ns - self._last_tick_ns > self.observer.limits.stale * SECOND_NS:
             # This process stood still, so perhaps all did (SLURM suspends jobs): wait again.
             self._resumed_ns = now_ns
@@ -157,7 +165,8 @@ class Watchdog:
         if self.exchange is not None:
             self._exchange_statuses(self.exchange, now_ns / SECOND_NS)
         seconds = (now_ns - self._last_look_ns) / SECOND_NS
-        if seconds >= self.observer.limits.interval and self._is_acting_process(now_ns):
+        is_due = self._end_ns == math.inf and seconds >= self.observer.limits.interval
+        if is_due and self._is_acting_process(now_ns):
             self._last_look_ns = now_ns
             self._watch(now_ns)
 
@@ -170,23 +179,35 @@ class Watchdog:
     def _exchange_statuses(self, exchange: StatusExchange, seconds: float) -> None:
         exchange.exchange_statuses(seconds, self._statuses, is_closing=False)
         if not exchange.is_leading and not exchange.is_cut_off(seconds):
-            self.observer.follow(exchange.read_verdict(seconds), self._statuses.rows)
+            self.observer.follow(exchange.verdict, self._statuses.rows)
 
     def _watch(self, now_ns: int) -> None:
         self._statuses = table = self.observer.read_statuses(now_ns)
         exchange, seconds = self.exchange, now_ns / SECOND_NS
         if exchange is None:
             self._limit_ages(now_ns, table.rows)
-            self.observer.react(table, slice(None))
+            if self.observer.react(table, slice(None)).is_ending:
+                self._end_ns = now_ns
             return
         if exchange.is_leading or exchange.is_cut_off(seconds):
             table = exchange.merge_statuses(seconds, table)
             summaries = table.summarize_other_nodes()
             self._limit_ages(now_ns, table.rows)
             verdict = self.observer.react(table, exchange.own_rows)
+            if verdict.is_ending:
+                self._end_ns = now_ns
             if exchange.is_leading:
-                exchange.record_decisions(seconds, verdict, summaries)
+                exchange.record_decisions(verdict, summaries)
+                self._await_stacks(table.rows["activity"][verdict.is_named])
         self._record_other_nodes(now_ns, *exchange.read_other_nodes(seconds))
+
+    def _await_stacks(self, named_activities: Array) -> None:
+        """Put off the end until another node has heard of it, and made a rank print its stacks.
+
+        That rank may wake and go on; the job ends all the same.
+        """
+        if (named_activities == ord(NOT_RUNNING_PYTHON)).any():
+            self._end_ns += _NEWS_INTERVALS * self.observer.limits.interval * SECOND_NS
 
     def _limit_ages(self, now_ns: int, rows: Array) -> None:
         """Count waits on other communicators from the last progress, and all from a suspension."""

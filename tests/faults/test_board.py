@@ -247,6 +247,15 @@ def two_nodes():
     return {"BOARD_RANKS_PER_NODE": "2"}  # 0 and 1 | 2
 
 
+@pytest.mark.mpi
+def test_a_rank_that_the_signal_wakes_does_not_keep_the_job(tmp_path):
+    """The signal that asks for the stacks ends the sleep of a rank, which goes on to its end."""
+    job = Job(tmp_path, 4, JOB, "holding", 3, **two_nodes())
+    assert job.end() == 75, job.said()
+    assert "the job ends with exit code 75" in job.err.read_text()
+    assert "the stacks of rank 3" in job.err.read_text()
+
+
 @pytest.mark.parametrize("culprit", one_of_two(2))
 def test_a_sleeping_rank_on_another_node_is_named(culprit, tmp_path, figure):
     job = Job(tmp_path, 3, JOB, "sleeping", culprit, **two_nodes())

@@ -1,7 +1,8 @@
 """Mistakes of newcomers, and what they see: an error or a warning with the line and the cure.
 
-A row has a name, the program as a newcomer writes it, and what is seen: the class of the error or
-warning, and a pattern of the cure. The comment ``# here`` marks the lines of which one is named.
+A row has a name, the program as a newcomer writes it, the class of the error or warning, and a
+pattern of the cure. The comment ``# here`` marks the lines of which one is named. Every rank raises
+the error, except for the rows that name the ranks that do: there the other ranks have ended before.
 """
 
 from __future__ import annotations
@@ -48,15 +49,17 @@ class Mistake(NamedTuple):
 
     Attributes:
       program: What the newcomer writes.
-      seen: The class of the error or warning; for a job, text that the launcher's output has.
+      outcome: The class of the error or warning; for a job, text that the launcher's output has.
       cure: A pattern in its text.
+      raising_ranks: The ranks that raise the error.
       size: The number of ranks.
     """
 
     program: str
-    seen: type[BaseException] | str
+    outcome: type[BaseException] | str
     cure: str
-    size: int = 2
+    raising_ranks: tuple[int, ...] = (0, 1, 2)
+    size: int = 3
 
 
 MISTAKES = {
@@ -132,7 +135,7 @@ for _ in range(3):
     print(strategy.run(step))
 """,
         UserWarning,
-        r"anew in each run.*Create it once, before the loop and in strategy\.scope\(\)",
+        r"anew in each run.*If it is to keep.*create it once, before the loop and in strategy",
     ),
     # Writing to variables.
     "an assignment in a function": Mistake(
@@ -183,7 +186,7 @@ def step(x, y):
     strategy.run(step, args=batch)
 """,
         ValueError,
-        r"read-only: write by w\.assign",
+        r"read-only\n  If it is the array of a variable: write by w\.assign",
     ),
     "an in-place operator": Mistake(
         f"""{MODEL}
@@ -418,6 +421,7 @@ if strategy.rank == 0:
 """,
         ms.LockstepError,
         r"under `if rank == \.\.\.`",
+        raising_ranks=(0,),
     ),
     "a save on rank 0": Mistake(
         f"""{MODEL}
@@ -427,6 +431,7 @@ if strategy.rank == 0:
 """,
         ms.LockstepError,
         r"Save and restore on all ranks",
+        raising_ranks=(0,),
     ),
     "a metric on rank 0": Mistake(
         f"""{HEAD}
@@ -439,6 +444,7 @@ if strategy.rank == 0:
 """,
         ms.LockstepError,
         r"result\(\).*\n.*under `if rank == \.\.\.`",
+        raising_ranks=(0,),
     ),
     "build on rank 0": Mistake(
         f"""{MODEL}
@@ -458,6 +464,7 @@ strategy.all_reduce("sum", 1)
 """,
         ms.LockstepError,
         r"early return or break",
+        raising_ranks=(1, 2),
     ),
     "an exception that one rank hides": Mistake(
         f"""{MODEL}
@@ -484,6 +491,7 @@ strategy.all_reduce("sum", 1)  # here
 """,
         ms.LockstepError,
         r"exit code 1: nothing to do(.|\n)*a sys\.exit",
+        raising_ranks=(0, 2),
     ),
     "a loop by the clock": Mistake(
         f"""{MODEL}
@@ -494,6 +502,7 @@ while time.monotonic() < end:
 """,
         ms.LockstepError,
         r"a loop of another length on one rank",
+        raising_ranks=(1, 2),
     ),
     "a thread": Mistake(
         f"""{MODEL}
@@ -530,7 +539,7 @@ with strategy.scope():
     ms.Checkpoint(model={{"w": weights}}).save("run/ckpt")  # here
 """,
         UserWarning,
-        r"on rank 1 'model/w' differs from rank 0.*strategy\.broadcast",
+        r"on ranks 1, 2 'model/w' differs from rank 0.*strategy\.broadcast",
     ),
     "other settings in the same directory": Mistake(
         f"""{MODEL}{STEP.replace("  # here", "")}
@@ -560,7 +569,7 @@ data, state = ms.Dataset(np.eye(3, dtype="f")).batch(3), {{"model": model, "sgd"
 ms.fit(step, data, epochs=1, state=state, strategy=strategy, verbose=False)  # here
 """,
         UserWarning,
-        r"on rank 1 'model/bias', 'model/weight' differ from rank 0.*torch\.replicate\(model",
+        r"on ranks 1, 2 'model/bias', 'model/weight' differ from rank 0.*torch\.replicate\(model",
     ),
 }
 
@@ -660,6 +669,7 @@ strategy.all_reduce("sum", 1)
 """,
         "nothing moved for 3 s",
         r"All ranks have to make the same calls, those of MPI itself too",
+        size=2,
     ),
     "a pool of forked processes": Mistake(
         f"""{HEAD}
@@ -672,6 +682,7 @@ with multiprocessing.get_context("fork").Pool(2) as pool:
 """,
         "StrategyError",
         r"Let it compute, and its parent call strategies",
+        size=2,
     ),
     "torchrun": Mistake(
         f"""{HEAD}
@@ -689,14 +700,17 @@ def marked_lines(source):
     return {number for number, line in enumerate(source.splitlines(), 1) if "# here" in line}
 
 
-def run_program(source, size):
-    """Run a program on ranks that are threads; return the errors by rank, and the warnings."""
+def run_program(source, size, action="always"):
+    """Run a program on ranks that are threads; return the errors by rank, and the warnings.
+
+    The action is that of `warnings.simplefilter` for the warnings of this library.
+    """
     code = compile(source, "newcomer.py", "exec")
     linecache.cache["newcomer.py"] = len(source), None, source.splitlines(True), "newcomer.py"
     errors = {}
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("ignore")
-        warnings.simplefilter("always", UserWarning)
+        warnings.simplefilter(action, UserWarning)
         try:
             run_ranks(lambda comm: exec(code, {"__name__": "__main__"}), size)
         except RanksFailed as failure:
@@ -714,34 +728,39 @@ def test_a_right_program_sees_nothing(name, size, tmp_path, monkeypatch):
     assert [str(warning.message) for warning in caught] == []
 
 
+@pytest.fixture
+def mistake(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    if "torch" in MISTAKES[name].program:
+        pytest.importorskip("torch", reason="wants PyTorch: pip install 'mpistrat[torch]'")
+    return MISTAKES[name]._replace(program=MISTAKES[name].program.lstrip())
+
+
 @pytest.mark.beside
 @pytest.mark.parametrize("name", MISTAKES)
-def test_a_mistake_is_named_with_its_line_and_cure(name, tmp_path, monkeypatch):
-    mistake = MISTAKES[name]
-    if "torch" in mistake.program:
-        pytest.importorskip("torch", reason="wants PyTorch: pip install 'mpistrat[torch]'")
-    monkeypatch.chdir(tmp_path)
-    source = mistake.program.lstrip()
-    errors, caught = run_program(source, mistake.size)
-    if issubclass(mistake.seen, Warning):
-        assert errors == {}
-        (warning,) = caught
-        assert warning.category is mistake.seen
-        assert re.search(mistake.cure, str(warning.message), re.DOTALL)
-        assert (warning.filename, warning.lineno) in {
-            ("newcomer.py", line) for line in marked_lines(source)
-        }
-        return
-    assert caught == []
-    seen = {rank: e for rank, e in errors.items() if not isinstance(e, SystemExit)}
-    assert seen
-    for error in seen.values():
-        assert isinstance(error, mistake.seen)
+def test_every_rank_raises_with_the_line_and_the_cure(mistake):
+    """So it is with warnings where they are errors."""
+    errors, _ = run_program(mistake.program, mistake.size, action="error")
+    errors = {rank: e for rank, e in errors.items() if not isinstance(e, SystemExit)}
+    assert set(errors) == set(mistake.raising_ranks)
+    for error in errors.values():
+        assert isinstance(error, mistake.outcome)
         assert re.search(mistake.cure, str(error), re.DOTALL)
         frames = traceback.extract_tb(error.__traceback__)
         lines = {frame.lineno for frame in frames if frame.filename == "newcomer.py"}
         lines |= {int(line) for line in re.findall(r"newcomer\.py:(\d+)", str(error))}
-        assert lines & marked_lines(source)
+        assert lines & marked_lines(mistake.program)
+
+
+@pytest.mark.beside
+@pytest.mark.parametrize("name", [n for n, m in MISTAKES.items() if issubclass(m.outcome, Warning)])
+def test_a_warning_comes_once_with_the_line_and_the_cure(mistake):
+    errors, (warning,) = run_program(mistake.program, mistake.size)
+    assert errors == {}
+    assert warning.category is mistake.outcome
+    assert re.search(mistake.cure, str(warning.message), re.DOTALL)
+    assert warning.filename == "newcomer.py"
+    assert warning.lineno in marked_lines(mistake.program)
 
 
 @pytest.mark.parametrize("name", JOB_MISTAKES)
@@ -764,7 +783,7 @@ def test_a_job_ends_with_the_line_and_the_cure(name, tmp_path):
     )
     output = done.stdout + done.stderr
     assert done.returncode, output
-    assert mistake.seen in output
+    assert mistake.outcome in output
     assert re.search(mistake.cure, output), output
     lines = {int(line) for line in re.findall(r"newcomer\.py(?:\", line |:)(\d+)", output)}
     assert lines & marked_lines(source), output

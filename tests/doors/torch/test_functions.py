@@ -185,3 +185,15 @@ def test_batch_normalisation_over_all_ranks_is_that_of_one_process(size, rows, f
         torch.testing.assert_close(alone(x), plain.eval()(x), rtol=1e-4, atol=1e-5)
 
     run_ranks(program, size)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_batch_normalisation_of_one_row_is_refused_on_all_ranks(size):
+    def program(comm):
+        norm = mt.replicate(mt.SyncBatchNorm(2), ms.MirroredStrategy())
+        row_count = int(comm.rank == 0)
+        text = rf"over all {size} ranks, got 1 \(rank {comm.rank} has {row_count}\)\. Give larger"
+        with pytest.raises(ValueError, match=text):
+            norm(torch.zeros(row_count, 2))
+
+    run_ranks(program, size)

@@ -75,8 +75,9 @@ def test_each_shell_has_a_script(shell, tmp_path, capsys):
     script = capsys.readouterr().out
     assert all(name in script for name in cli.COMMANDS)
     (tmp_path / "script").write_text(script)
-    if shutil.which(shell):  # else the syntax is not checked
-        subprocess.run([shell, "-n", str(tmp_path / "script")], check=True)
+    if shutil.which(shell) is None:
+        pytest.skip(f"wants {shell} to check the syntax")
+    subprocess.run([shell, "-n", str(tmp_path / "script")], check=True)
 
 
 def test_without_shtab_the_error_says_what_to_install(monkeypatch, capsys):

@@ -88,8 +88,8 @@ class TestRank:
         thread.join()
         times = {name: row for (_, _, name), row in read_profiles(tmp_path)[0].items()}
         assert not {"work_elsewhere", "compute_elsewhere"} & set(times)
-        assert times["compute_here"].calls == 5
-        assert times["compute_here"].cumulative >= 5 * 0.05
+        assert times["compute_here"].call_count == 5
+        assert times["compute_here"].cumulative_seconds >= 5 * 0.05
 
     def test_a_forked_child_leaves_no_file(self, tmp_path):
         parent_pid = os.getpid()
@@ -145,7 +145,7 @@ class TestTable:
         report_job(tmp_path / "three", 3)
         text = capfd.readouterr().err
         table = rows(text)
-        assert "ranks 0-2" in text or "ranks 0, 1, 2" in text
+        assert "profile of ranks 0-2, in seconds" in text
         assert table["/far/away/train.py:1 main"] == "1 0.500 0.500 (0) 9.000 9.000 (0)"
         assert table["/far/away/train.py:9 load"] == "7 1.000 2.000 (1) 2.333 5.000 (1)"
         assert table["matrices/product.py:3 dot"] == "2 2.000 6.000 (2) 2.000 6.000 (2)"
@@ -171,7 +171,7 @@ class TestTable:
         assert f"no profile of ranks 1, 2 in {tmp_path}/some: a rank that a signal" in error
 
     @pytest.mark.parametrize(
-        ("function", "group", "text"),
+        ("function", "kind", "text"),
         [
             (("train.py", 1, "main"), "program", "train.py:1 main"),
             ((str(Path.cwd() / "a" / "b.py"), 1, "main"), "program", "a/b.py:1 main"),
@@ -190,8 +190,8 @@ class TestTable:
             (("~", 0, "<method 'f' of 'a'>"), "other", "<method 'f' of 'a'>"),
         ],
     )
-    def test_groups_and_names_of_functions(self, function, group, text):
-        assert (classify_function(function), format_function(function)) == (group, text)
+    def test_kinds_and_names_of_functions(self, function, kind, text):
+        assert (classify_function(function), format_function(function)) == (kind, text)
 
     @pytest.mark.parametrize(
         ("content", "message"),
@@ -295,7 +295,12 @@ def test_without_the_option_nothing_is_loaded(tmp_path, capfd):
     assert run(LaunchOptions(1), [str(program)], timeout=240) == 0, capfd.readouterr().err
 
 
-def test_a_directory_that_cannot_be_made(tmp_path):
-    (tmp_path / "x.py").touch()
-    with pytest.raises(LaunchError, match=r"--profile-dir .*x\.py cannot be made: File exists"):
-        run(LaunchOptions(1), [str(tmp_path / "x.py")], profile_directory=str(tmp_path / "x.py"))
+@pytest.mark.parametrize("origin", ["--profile-dir", "MPISTRAT_PROFILE"])
+def test_a_directory_that_cannot_be_made(origin, tmp_path, monkeypatch):
+    program = tmp_path / "x.py"
+    program.touch()
+    monkeypatch.setenv("MPISTRAT_PROFILE", str(program))
+    option = str(program) if origin == "--profile-dir" else ""
+    text = rf"{origin} .*x\.py cannot be made: File exists\. Give one that this host can write"
+    with pytest.raises(LaunchError, match=text):
+        run(LaunchOptions(1), [str(program)], profile_directory=option)

@@ -431,8 +431,9 @@ def test_a_step_that_is_skipped_is_told():
         job.step(TestNotFinite().bad(0))
         return job.optimizer.progress.skipped
 
-    with pytest.warns(RuntimeWarning, match="left out on all ranks"):
+    with pytest.warns(RuntimeWarning, match="left out on all ranks") as caught:
         assert run_ranks(rank, 2) == [1, 1]
+    assert caught[0].filename == __file__
 
 
 @pytest.mark.parametrize("size", SIZES)

@@ -59,18 +59,14 @@ def test_the_first_node_hears_of_everybody_and_all_hear_of_the_first(size, clust
 def test_each_node_hears_the_verdict_on_its_ranks(size, cluster):
     _, links = cluster(size)
     is_named = np.random.default_rng(size).random(2 * size) < 0.5
-    links[0].record_decisions(0.0, Verdict(7 << 20, 50.0, is_named), links[0]._summaries)
+    links[0].record_decisions(Verdict(7 << 20, True, is_named), links[0]._summaries)
     look_at_all(links, 60)
     for link in links[1:]:
-        verdict = link.read_verdict(20.0)
-        assert verdict.key == 7 << 20
-        # A message takes up to three looks, and the first node knows of the others with a delay.
-        assert 29.0 <= verdict.remaining_seconds <= 30.0
-        assert verdict.is_named.tolist() == is_named[link.own_rows].tolist()
-    nobody = Verdict(0, np.inf, is_named & False)
-    links[0].record_decisions(15.0, nobody, links[0]._summaries)
+        assert link.verdict[:2] == (7 << 20, True)
+        assert link.verdict.is_named.tolist() == is_named[link.own_rows].tolist()
+    links[0].record_decisions(Verdict(0, False, is_named & False), links[0]._summaries)
     look_at_all(links, 120, begin=60)
-    assert not any(link.read_verdict(30.0).is_named.any() for link in links)
+    assert not any(link.verdict.is_ending or link.verdict.is_named.any() for link in links)
 
 
 def test_the_summary_of_the_other_nodes_arrives_and_ages_with_a_silent_first_node(cluster):
@@ -81,7 +77,7 @@ def test_the_summary_of_the_other_nodes_arrives_and_ages_with_a_silent_first_nod
         Row((4, 5), 7 << 20, LEAVING, 0.0, node="n2"),
     ]
     summaries = make_table(rows).summarize_other_nodes()
-    links[0].record_decisions(0.0, links[0].read_verdict(0.0), summaries)
+    links[0].record_decisions(links[0].verdict, summaries)
     look_at_all(links, 30, quiet=0)
     assert links[0].read_other_nodes(7.5) == (0, 3.0, 3.0, 9.0)
     assert links[1].read_other_nodes(5.0) == (5 << 20, 4.0, 2.0, 1.0)

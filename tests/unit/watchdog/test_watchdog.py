@@ -52,7 +52,7 @@ class Rank:
         observer = Observer(
             self.node_board, world.size, f"n{self.node_index}", limits,
             world.say, world.end,
-            lambda pid, number: world.roused.append((pid, number)), world.table.get,
+            world.rouse, world.table.get,
             lambda pid, number: (pid, number) not in world.deaf,
         )  # fmt: skip
         launcher = LauncherProcesses(self.pid, lambda: 7, world.table.get)
@@ -78,6 +78,7 @@ class World:
         self.size = sum(nodes)
         self.deaf = set()
         self.said, self.dumped, self.roused, self.killed = [], [], [], []
+        self.on_rouse = lambda rank: None
         self.table = {7: Process("S", 3, 1, "mpiexec.hydra"), 3: Process("S", 0, 1, "bash")}
         rank = 0
         starts = [sum(nodes[:h]) for h in range(len(nodes))]
@@ -105,6 +106,10 @@ class World:
 
     def end(self, code):
         raise Ended(code)
+
+    def rouse(self, pid, number):
+        self.roused.append((pid, number))
+        self.on_rouse(self.ranks[pid - 1000])
 
     def pass_time(self, seconds, step=0.25):
         for _ in range(int(seconds / step)):
@@ -254,6 +259,28 @@ def test_a_held_gil_on_another_node_shows_its_stacks_before_the_end(shape, phase
     with pytest.raises(Ended):
         world.pass_time(10)
     assert (1000 + culprit, 59) in world.roused
+
+
+@pytest.mark.parametrize("phase", [0.0, 0.25, 0.5, 0.75])
+@pytest.mark.parametrize("culprit", [0, 1, 3])
+def test_a_rank_that_the_signal_wakes_does_not_keep_the_job(culprit, phase, cluster):
+    def go_on(rank):
+        assert "the job ends with exit code 75" in world.said[-2]  # before "the stacks of rank"
+        rank.runs = True
+        rank.slot.enter(2, "call no. 2")
+        for each in world.ranks:
+            each.slot.leave()
+
+    world = cluster(2, 2, limits=SHORT)
+    world.on_rouse = go_on
+    world.call(1)
+    world.pass_time(phase)
+    world.call(2, culprit)
+    world.pass_time(5)
+    world.ranks[culprit].runs = False
+    with pytest.raises(Ended, match=str(HUNG)):
+        world.pass_time(305)
+    assert world.roused == [(1000 + culprit, 59)]
 
 
 @pytest.mark.parametrize("shape", SHAPES)

@@ -291,3 +291,12 @@ def test_batch_normalisation_in_a_group_of_some_ranks(rank, size):
     x = torch.randn(5, 2)
     norm(x)
     torch.testing.assert_close(norm.running_mean, 0.1 * x.mean(0))
+
+
+def test_batch_normalisation_of_one_row_is_refused_on_all_ranks(rank, size):
+    if size == 1:
+        pytest.skip("one rank has torch's own layer")
+    row_count = int(rank == 0)
+    text = rf"over all {size} ranks, got 1 \(rank {rank} has {row_count}\)\. Give larger batches"
+    with pytest.raises(ValueError, match=text):
+        mt.SyncBatchNorm(2)(torch.zeros(row_count, 2))
