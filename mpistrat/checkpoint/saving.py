@@ -28,7 +28,7 @@ from mpistrat.checkpoint.files import explaining_write_errors, on_replica0
 from mpistrat.checkpoint.format import NO_METRICS
 from mpistrat.checkpoint.shares import SaveRequest
 from mpistrat.checkpoint.values import VALUES_NAME, Cell, make_partial_cells
-from mpistrat.comm.callsite import get_program_stacklevel, ranks_text, shorten
+from mpistrat.comm.callsite import ranks_text, shorten
 from mpistrat.lockstep.guards import VariableRegistry, warn
 from mpistrat.lockstep.handshake import Lockstep
 from mpistrat.variables import on_read
@@ -209,7 +209,7 @@ def warn_differing_cells(
         first_rank=lockstep.ranks[0],
         ranks=ranks_text(sorted(differing_ranks)),
     )
-    warn(lockstep, call, text, stacklevel=1 + get_program_stacklevel())
+    warn(lockstep, call, text)
 
 
 def _validate_save(

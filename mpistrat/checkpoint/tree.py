@@ -213,7 +213,7 @@ def warn_of_option_changes(lockstep: Lockstep, call: str, path: str, option_chan
             "that only the file has is dropped. All else goes on, such as iterations, which "
             "schedules and corrections of a bias count."
         )
-        warn(lockstep, call, text, stacklevel=5)
+        warn(lockstep, call, text)
 
 
 def _join_names(*parts: str) -> str:

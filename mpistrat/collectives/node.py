@@ -217,7 +217,6 @@ class NodeReducer:
             f"{call}: the ranks of a node cannot share memory (too little of it, or not allowed), "
             f"so {fallback_text}. The results are the same, and take more of the machine.",
             RuntimeWarning,
-            stacklevel=3,
         )
 
     def reduce_in_place(

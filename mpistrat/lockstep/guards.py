@@ -91,9 +91,8 @@ def warn(
     call: str,
     text: str,
     category: type[Warning] = UserWarning,
-    stacklevel: int | None = None,
 ) -> None:
-    """Warn once for all ranks, of a fact that all of them know.
+    """Warn once for all ranks, of a fact that all of them know, in the line of the program.
 
     Collective. Cost: one handshake.
 
@@ -102,12 +101,10 @@ def warn(
       call: The call that warns; equal on all ranks.
       text: The warning.
       category: Its class. Where warnings are errors, it is one on every rank.
-      stacklevel: As that of ``warnings.warn``, counted from here; None for the line of the program.
     """
     with lockstep.validating_collectively(call):
         if lockstep.comm.rank == 0:
-            level = stacklevel or callsite.get_program_stacklevel()
-            warnings.warn(text, category, stacklevel=level)
+            warnings.warn(text, category, stacklevel=callsite.get_program_stacklevel())
     lockstep.handshake(f"{call}, which warned")
 
 

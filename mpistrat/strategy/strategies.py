@@ -266,7 +266,7 @@ class MultiWorkerMirroredStrategy(Strategy):
         messages = lockstep.gather_payloads(name, json.dumps(task).encode())
         problem = describe_misfit([Task(*json.loads(text)) for text in messages], known_job_size())
         if problem:
-            warn(lockstep, name, problem, RuntimeWarning, 4)
+            warn(lockstep, name, problem, RuntimeWarning)
 
 
 @final
@@ -400,7 +400,7 @@ def _warn_label_count(strategy: Strategy, label_noun: str, labels: tuple[str, ..
         f"{lockstep.comm.size} ranks, and one rank is one replica. Start that many: "
         f"mpistrat run -n {len(labels)} program.py"
     )
-    warn(lockstep, f"{name}({list(labels)})", text, UserWarning, 4)
+    warn(lockstep, f"{name}({list(labels)})", text)
 
 
 class _ThreadDefault(threading.local):

@@ -428,7 +428,6 @@ class FusedOptimizer(torch.optim.Optimizer):
                 "what a rank writes to a weight itself is found only when a copy is compared, "
                 "every MPISTRAT_CHECK_EVERY steps.",
                 RuntimeWarning,
-                stacklevel=4,
             )
         return all_can
 

@@ -13,7 +13,7 @@ import xxhash
 from mpistrat.arrays import digest
 from mpistrat.checkpoint.saving import list_compared_names, warn_differing_cells
 from mpistrat.checkpoint.tree import collect_program_state
-from mpistrat.comm.callsite import get_program_stacklevel, ranks_text, shorten
+from mpistrat.comm.callsite import ranks_text, shorten
 from mpistrat.lockstep.guards import warn
 from mpistrat.strategy.strategy import Strategy
 from mpistrat.variables.variable import Variable
@@ -112,7 +112,7 @@ class StateCheck:
         self._warn(_REPLACED.format(place=place_text, names=_join_names(names)))
 
     def _warn(self, text: str) -> None:
-        warn(self._lockstep, "fit", text, stacklevel=1 + get_program_stacklevel())
+        warn(self._lockstep, "fit", text)
 
 
 def _join_names(names: Sequence[str]) -> str:
