@@ -8,6 +8,8 @@ are no classes of this library, are looked up when an AttributeError leaves a sc
 
 from __future__ import annotations
 
+from dataclasses import FrozenInstanceError
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -308,6 +310,12 @@ _CLASS_ROWS: tuple[tuple[Any, str, str], ...] = (
 )
 
 
+_FROZEN_HINT = (
+    "Optimizers and options of mpistrat are fixed when they are made. A learning rate that changes "
+    "is a function of the number of updates: SGD(lambda step: ...), or one of mpistrat.optim."
+)
+
+
 def explain_program_error(error: BaseException, is_cross_replica: bool) -> None:
     """Add the cure to an error that Python or NumPy raises in a program.
 
@@ -322,6 +330,8 @@ def explain_program_error(error: BaseException, is_cross_replica: bool) -> None:
     """
     if isinstance(error, UnboundLocalError):
         _explain_rebinding(error)
+    if isinstance(error, FrozenInstanceError):
+        _explain_frozen(error)
     if type(error) is ValueError and str(error) in _READ_ONLY_TEXTS:
         error.args = (f"{error}\n  {_READ_ONLY_HINT}",)
     if not isinstance(error, AttributeError) or (error.obj is None and not is_cross_replica):
@@ -336,14 +346,26 @@ def explain_program_error(error: BaseException, is_cross_replica: bool) -> None:
             return
 
 
+def _find_innermost_frame(error: BaseException) -> FrameType | None:
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return None if trace is None else trace.tb_frame
+
+
+def _explain_frozen(error: FrozenInstanceError) -> None:
+    """Say of an optimizer, or options of this library, how a value that changes is given."""
+    frame = _find_innermost_frame(error)
+    owner = None if frame is None else frame.f_locals.get("self")
+    if type(owner).__module__.startswith("mpistrat.") and _FROZEN_HINT not in str(error):
+        error.args = (f"{error}\n  {_FROZEN_HINT}",)
+
+
 def _explain_rebinding(error: UnboundLocalError) -> None:
     """Add to the error of ``w = w - x`` in a function how to write to the variable `w`."""
     if _REBINDING_HINT in str(error):
         return
-    trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    frame = None if trace is None else trace.tb_frame
+    frame = _find_innermost_frame(error)
     name = str(error).partition("'")[2].partition("'")[0]
     while frame is not None:
         value = frame.f_locals.get(name, frame.f_globals.get(name))

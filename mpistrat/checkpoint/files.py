@@ -146,8 +146,11 @@ def list_numbered_paths(directory: Path, name: str) -> dict[int, Path]:
     A symbolic link whose target is gone is not a checkpoint.
 
     Raises:
-      OSError: The directory cannot be read.
+      OSError: The directory cannot be read, or is a file.
     """
+    if directory.exists() and not directory.is_dir():
+        text = "Not a directory, but a file; checkpoints need a directory, give another one"
+        raise NotADirectoryError(errno.ENOTDIR, text, str(directory))
     return dict(sorted(_list_paths_by_name(directory).get(name, {}).items()))
 
 

@@ -103,7 +103,10 @@ def fit_shape(launch_options: LaunchOptions, allocation: Allocation) -> JobShape
         tasks = allocation.task_counts[:node_count]
         rank_count = per_node * len(tasks) if per_node else sum(tasks)
     if rank_count < 1:
-        raise LaunchError("how many ranks? Outside of an allocation only -n N can tell.")
+        raise LaunchError(
+            "how many ranks? Outside of an allocation only -n N can tell, before the program: "
+            "mpistrat run -n 2 train.py."
+        )
     used_host_count = node_count or min(
         host_count, -(-rank_count // per_node) if per_node else rank_count
     )

@@ -103,19 +103,31 @@ def _list_installed_paths() -> tuple[str, ...]:
     return (*{str(Path(paths[name], "")) + "/" for name in names}, "<frozen ")
 
 
+def _is_generated(frame: traceback.FrameSummary) -> bool:
+    """Tell whether a frame is of code that `dataclasses` has made, such as ``__init__``."""
+    return frame.filename == "<string>" and frame.name.startswith("__")
+
+
 def locate_failure(error: BaseException) -> str:
     """Return ``file:line (function)`` of the program's innermost frame, where it has raised.
 
-    If only installed packages were running, it is their innermost frame.
+    If only installed packages were running, it is their innermost frame. For a program that Python
+    cannot parse it is the line that is wrong.
     """
     frames = [
-        f for f in traceback.extract_tb(error.__traceback__) if not is_library_file(f.filename)
+        f
+        for f in traceback.extract_tb(error.__traceback__)
+        if not is_library_file(f.filename) and not _is_generated(f)
     ]
     installed_paths = _list_installed_paths()
     program_frames = [frame for frame in frames if not frame.filename.startswith(installed_paths)]
+    if isinstance(error, SyntaxError) and error.filename and not program_frames:
+        return f"{Path(error.filename).name}:{error.lineno} (<module>)"
     shown_frames = program_frames or frames
     if not shown_frames:
         return find_call_site()
+    if shown_frames[-1].filename.startswith("<frozen "):
+        return "the start of the program"
     frame = shown_frames[-1]
     return f"{Path(frame.filename).name}:{frame.lineno} ({frame.name})"
 

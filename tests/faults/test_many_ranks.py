@@ -53,5 +53,5 @@ def test_nothing_changes_above_64_ranks(tmp_path, rank_count):
     assert passed == [f"check_{case}" for case in CASES], text[-3000:]
     assert code == LEFT_WITH, text[-3000:]
     assert f"rank {rank_count - 1}" in text, text[-3000:]
-    alone = read_figures(run_program(2, tmp_path / "few")[1])
+    alone = read_figures(run_program(3, tmp_path / "few")[1])
     np.testing.assert_allclose(read_figures(text), alone, rtol=1e-9)

@@ -63,6 +63,25 @@ class Mistake(NamedTuple):
 
 
 MISTAKES = {
+    "the learning rate of an optimizer is changed": Mistake(
+        f"""{MODEL}
+def step():
+    optimizer.learning_rate = 0.01  # here
+
+strategy.run(step)
+""",
+        AttributeError,
+        r"cannot assign to field 'learning_rate'.*SGD\(lambda step: \.\.\.\)",
+    ),
+    "the directory of checkpoints is a file": Mistake(
+        f"""{MODEL}
+import tempfile
+path = tempfile.NamedTemporaryFile()
+ms.CheckpointManager(ms.Checkpoint(w=w), path.name, 2)  # here
+""",
+        NotADirectoryError,
+        r"Not a directory, but a file; checkpoints need a directory, give another one",
+    ),
     # Leaving out `run`, the scope or the distribution.
     "the step is called without run": Mistake(
         f"""{MODEL}

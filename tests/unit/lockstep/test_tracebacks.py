@@ -300,3 +300,19 @@ def test_a_package_behind_a_link_is_the_library_too(tmp_path):
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.stderr.count("  File ") == 2, done.stderr  # of the program
     assert "mpistrat: rank 0 raised KeyError in <string>:1 (<lambda>)" in done.stderr
+
+
+def test_generated_code_is_not_the_line_of_the_program():
+    """`dataclasses` makes ``__init__`` and ``__setattr__`` in a file named <string>."""
+    with pytest.raises(ValueError, match="learning_rate") as caught:
+        ms.optim.Adam(-1)
+    assert locate_failure(caught.value).startswith("test_tracebacks.py:")
+
+
+def test_a_program_that_cannot_be_parsed_is_named(tmp_path):
+    program = tmp_path / "broken.py"
+    program.write_text("x = 1\ndef f(:\n")
+    with pytest.raises(SyntaxError) as caught:
+        compile(program.read_text(), str(program), "exec")
+    error = caught.value.with_traceback(None)
+    assert locate_failure(error) == "broken.py:2 (<module>)"
