@@ -41,6 +41,10 @@ _TIMEOUT_SECONDS = 120.0  # ... and so much longer
 _RANK_WORDS = (b"-m", b"mpistrat.launch.rank")
 # MPICH's launcher would let srun start the ranks in an allocation, out of this process's sight.
 _FORK_VARIABLES = {"HYDRA_LAUNCHER": "fork"}
+_HISTORY_HINT = (
+    "\nThe seconds in a History, that of ms.fit included, differ between all runs: "
+    "--ignore history/values leaves its curves out."
+)
 _TAIL_LINE_COUNT = 15  # lines of a log that are shown
 
 
@@ -323,6 +327,7 @@ def play_drill(drill: Drill, directory: Path) -> Iterator[str]:
         raise CheckpointError(
             f"{len(differing_arrays)} of {compared_count} arrays differ from the reference run:\n  "
             + "\n  ".join(differing_arrays)
+            + _HISTORY_HINT * any("history/values" in line for line in differing_arrays)
         )
     if not interruption_count:
         raise LaunchError("no run was interrupted before its end: give the program more to do.")
