@@ -281,6 +281,13 @@ def _format_row(
     return f"{run_name:<9} {rank_text:>5}  {ending:<38} {seconds_text:>9}  {saved_names}"
 
 
+def _describe_differences(compared_count: int, lines: Sequence[str]) -> str:
+    """Return the text about arrays that differ from those of the reference run."""
+    count_text = f"{len(lines)} of {compared_count} arrays differ from the reference run:"
+    hint = _HISTORY_HINT if any("history/values" in line for line in lines) else ""
+    return "\n  ".join([count_text, *lines]) + hint
+
+
 def play_drill(drill: Drill, directory: Path) -> Iterator[str]:
     """Run the program without and with interruptions, and compare.
 
@@ -324,11 +331,7 @@ def play_drill(drill: Drill, directory: Path) -> Iterator[str]:
         reference_directory, drill_directory, drill.tolerance, drill.ignored_patterns
     )
     if differing_arrays:
-        raise CheckpointError(
-            f"{len(differing_arrays)} of {compared_count} arrays differ from the reference run:\n  "
-            + "\n  ".join(differing_arrays)
-            + _HISTORY_HINT * any("history/values" in line for line in differing_arrays)
-        )
+        raise CheckpointError(_describe_differences(compared_count, differing_arrays))
     if not interruption_count:
         raise LaunchError("no run was interrupted before its end: give the program more to do.")
     precision = f"within {drill.tolerance:g}" if drill.tolerance else "to the bit"
