@@ -152,6 +152,14 @@ def table(text, first):
     return rows
 
 
+def test_all_optimizers_schedules_losses_and_metrics_are_listed():
+    rows = table(page("train"), "module")
+    listed = {name for _, names in rows for name in re.findall(r"\w+", names)}
+    bases = {"Optimizer", "OPTIMIZERS", "Schedule", "Loss", "Metric"}
+    public = {*ms.optim.__all__, *ms.losses.__all__, *ms.metrics.__all__}
+    assert public - listed == bases
+
+
 def test_all_of_compat_tf_is_listed():
     text = page("coming-from")
     listed = text[text.index("### Names of the tf module") : text.index("## Horovod")]
