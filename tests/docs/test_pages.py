@@ -135,7 +135,7 @@ def test_examples_that_fail_are_seen():
 
 
 def test_every_page_has_its_sizes():
-    with_examples = {path.stem for path in DOCS.glob("*.md") if "```python" in path.read_text()}
+    with_examples = {path.stem for path in DOCS.glob("*.md") if any(read_programs(path.stem))}
     assert with_examples == set(SIZES)
 
 
@@ -150,6 +150,14 @@ def table(text, first):
             break
         rows.append([cell.strip().strip("`") for cell in line.strip("|").split("|")])
     return rows
+
+
+def test_all_optimizers_schedules_losses_and_metrics_are_listed():
+    rows = table(page("train"), "module")
+    listed = {name for _, names in rows for name in re.findall(r"\w+", names)}
+    bases = {"Optimizer", "OPTIMIZERS", "Schedule", "Loss", "Metric"}
+    public = {*ms.optim.__all__, *ms.losses.__all__, *ms.metrics.__all__}
+    assert public - listed == bases
 
 
 def test_all_of_compat_tf_is_listed():

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from page_programs import DOCS, PROGRAMS, read_sources
 
 import mpistrat
 import mpistrat as ms
@@ -20,7 +21,6 @@ from mpistrat.config import launched_by
 from mpistrat.launch.mpi_libraries import find_launcher
 from mpistrat.launch.process import run_job
 
-PROGRAMS = Path(__file__).parents[2] / "docs" / "programs"
 LONGEST = 240  # seconds; a job takes a few
 HERE = Path(mpistrat.__file__).parents[1]  # so that the ranks import what is tested
 
@@ -234,5 +234,12 @@ def test_fit_with_torch(size):
 @pytest.mark.parametrize("path", sorted(PROGRAMS.glob("*.py")), ids=lambda path: path.name)
 def test_every_program_is_on_the_page_and_compiles(path):
     compile(path.read_text(), str(path), "exec")
-    pages = "".join(page.read_text() for page in PROGRAMS.parent.glob("*.md"))
-    assert f"programs/{path.name}\n" in pages
+    assert any(path.read_text() in read_sources(page.stem) for page in DOCS.glob("*.md"))
+
+
+@pytest.mark.parametrize("page", sorted(path.stem for path in DOCS.glob("*.md")))
+def test_every_whole_program_of_a_page_is_a_file(page):
+    """A block that begins with a docstring, so that no page has an older text of a program."""
+    file_texts = [path.read_text() for path in PROGRAMS.glob("*.py")]
+    whole_programs = [source for source in read_sources(page) if source.startswith('"""')]
+    assert [source for source in whole_programs if source not in file_texts] == []

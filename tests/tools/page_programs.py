@@ -4,7 +4,7 @@
 
 Examples run on two ranks, and programs in files on one. They need mpistrat, and what the pages name
 in the line that `read_requirements` reads. A ``text`` block directly below a program is its output
-on rank 0; without one a program prints nothing there.
+on rank 0; without one a program prints nothing there. A ``diff`` block shows two whole programs.
 ``...`` stands for text that differs from run to run, and for lines that the page leaves out. Blocks
 that begin with ``$`` show what a command has printed once; they are not compared.
 """
@@ -29,9 +29,10 @@ import mpistrat as ms
 from mpistrat.testing import run_ranks
 
 DOCS = Path(__file__).parents[2] / "docs"
+PROGRAMS = DOCS / "programs"
 _REQUIREMENTS = re.compile(r"\AThis page needs `(pip install .+)` in a checkout", re.MULTILINE)
 _PROGRAM = re.compile(
-    r"^```(?:python\n|\{literalinclude\} (?P<file>programs/\w+\.py)\n(?::[^\n]*\n)+)"
+    r"^```(?P<language>python|diff)\n"
     r"(?P<source>.*?)^```$"
     r"(?:\n\n```text\n(?P<output>.*?)^```$)?",
     re.DOTALL | re.MULTILINE,
@@ -47,7 +48,7 @@ class Program(NamedTuple):
       source: Its text.
       code: Its code, whose tracebacks show lines of the page.
       shown_output: The output that the page shows; empty for none.
-      is_file: It is a whole program in a file, which may seed generators that threads share.
+      is_file: It is a file of `PROGRAMS` too, which may seed generators that threads share.
     """
 
     page: str
@@ -70,22 +71,37 @@ def read_requirements(page: str) -> list[str]:
     return shlex.split(match[1]) if match else []
 
 
+def _take_side(diff: str, sign: str) -> str:
+    """Return the old (sign ``-``) or the new (``+``) text of a diff with all lines."""
+    lines = diff.splitlines(keepends=True)
+    return "".join(line[1:] or "\n" for line in lines if line[:1] in (sign, " ", "\n"))
+
+
+def read_sources(page: str) -> Iterator[str]:
+    """Yield the text of each program that a page shows."""
+    for match in _PROGRAM.finditer(read_page(page)):
+        if match["language"] == "diff":
+            yield _take_side(match["source"], "-")
+            yield _take_side(match["source"], "+")
+        else:
+            yield match["source"]
+
+
 def read_programs(page: str) -> Iterator[Program]:
     """Yield the programs of a page; those of files only if the page shows their output."""
     text = read_page(page)
+    file_texts = {path.read_text(encoding="utf-8") for path in PROGRAMS.glob("*.py")}
     for match in _PROGRAM.finditer(text):
+        source, output = match["source"], match["output"]
+        if match["language"] == "diff":
+            source = _take_side(source, "+")
+        is_file = source in file_texts
+        if is_file and output is None:
+            continue  # tests/docs/test_programs.py runs it
         line = text.count("\n", 0, match.start()) + 2
-        path, source = DOCS / f"{page}.md", match["source"]
-        if match["file"]:
-            if match["output"] is None:
-                continue  # tests/docs/test_programs.py runs it
-            path = DOCS / match["file"]
-            source = path.read_text(encoding="utf-8")
-        first_line = 1 if match["file"] else line
-        code = compile("\n" * (first_line - 1) + source, str(path), "exec")
-        output = match["output"] or ""
-        shown_output = "...\n" if output.startswith("$ ") else output
-        yield Program(page, line, source, code, shown_output, bool(match["file"]))
+        code = compile("\n" * (line - 1) + source, str(DOCS / f"{page}.md"), "exec")
+        shown_output = "...\n" if (output or "").startswith("$ ") else output or ""
+        yield Program(page, line, source, code, shown_output, is_file)
 
 
 class _Rank0Output(io.StringIO):
