@@ -20,6 +20,7 @@ from mpistrat.checkpoint.manager import CheckpointManager, read_notice_flag, sav
 from mpistrat.checkpoint.planned import format_duration, preemption
 from mpistrat.data.distributed import DistributedIterator
 from mpistrat.errors import CheckpointError, StructureError
+from mpistrat.lockstep.ranks import is_interrupt_unhandled
 from mpistrat.metrics import Mean
 from mpistrat.strategy.strategy import Strategy
 from mpistrat.training.evaluation import WeightedSums
@@ -55,7 +56,7 @@ class FitOptions(NamedTuple):
       directory: Where checkpoints and curves go; None for nowhere.
       save_interval: How often the run is saved, as `CheckpointManager` takes it.
       max_to_keep: How many checkpoints stay.
-      monitor: The curve that says which weights are best; None for none.
+      monitor: The curve that says which weights are best.
       mode: ``"min"`` if its low values are good, ``"max"`` if its high ones are.
       patience: How many rows without a better one end the run; None for any number.
       keep_best: Whether the best weights are saved too.
@@ -70,7 +71,7 @@ class FitOptions(NamedTuple):
     directory: Path | None
     save_interval: Any
     max_to_keep: int | None
-    monitor: str | None
+    monitor: str
     mode: str
     patience: int | None
     keep_best: bool
@@ -346,12 +347,17 @@ class TrainingLoop:
         return None if count < 0 or options.epochs is None else count * options.epochs
 
     def _leaving(self) -> AbstractContextManager[Any]:
-        """A context in which a notice of preemption saves the run and ends the job."""
+        """A context in which a notice of preemption, or Ctrl-C, saves the run and ends the job."""
         if self._manager is None:
             return nullcontext()
+        signals = ["SIGUSR1", "SIGTERM"]
+        if is_interrupt_unhandled():
+            signals.append("SIGINT")
         # Ranks that are threads of one process get no signals.
         is_main = threading.current_thread() is threading.main_thread()
-        return preemption(self._manager, signals=("SIGUSR1", "SIGTERM") if is_main else ())
+        leaving = preemption(self._manager, signals=signals if is_main else ())
+        leaving._is_of_fit = True
+        return leaving
 
     def _remaining_batches(self) -> Iterator[Any]:
         epochs = self._options.epochs
