@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import FrameType
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 from mpistrat.comm import callsite
 from mpistrat.config import launched_by
@@ -27,6 +27,7 @@ EXIT_CODE = 42  # TensorFlow's, outside of Google's cloud
 _POLL_SECONDS = 1.0  # between two questions to a function
 _MAX_REPORTING_RANKS = 4  # ranks that print their notice at once; all are named when they leave
 _NO_DESCRIPTOR = -1  # to signal.set_wakeup_fd
+_INTERRUPT_REASON = "Ctrl-C"  # of a notice by SIGINT
 
 
 @final
@@ -138,20 +139,33 @@ def parse_signals(signals: Iterable[int | str], name: str) -> tuple[signal.Signa
     return tuple(parsed_signals)
 
 
-def describe_notices(lockstep: Lockstep, reason: str) -> str:
-    """Return, in words, which ranks were told to end, and by what. Collective.
+class NoticeSummary(NamedTuple):
+    """The notices of all ranks; equal on all ranks.
+
+    Attributes:
+      text: Which ranks were told to end, and by what.
+      is_interrupt: Whether Ctrl-C was the only source.
+    """
+
+    text: str
+    is_interrupt: bool
+
+
+def summarize_notices(lockstep: Lockstep, reason: str) -> NoticeSummary:
+    """Return the notices of all ranks, in words. Collective.
 
     Args:
       lockstep: The lockstep of all ranks.
       reason: The source of this rank's notice, such as a signal; empty without a notice.
     """
     ranks_by_reason = callsite.group_by_key(lockstep.gather_texts(reason.encode()), lockstep.ranks)
+    ranks_by_reason.pop(b"", None)
     texts = [
-        f"{callsite.ranks_text(ranks_by_reason[encoded_reason])} by {encoded_reason.decode()}"
-        for encoded_reason in ranks_by_reason
-        if encoded_reason
+        f"{callsite.ranks_text(ranks)} by {encoded_reason.decode()}"
+        for encoded_reason, ranks in ranks_by_reason.items()
     ]
-    return ", ".join(callsite.shorten(texts))
+    is_interrupt = [*ranks_by_reason] == [_INTERRUPT_REASON.encode()]
+    return NoticeSummary(", ".join(callsite.shorten(texts)), is_interrupt)
 
 
 @final
@@ -182,6 +196,12 @@ class Notice:
         # Told by the main thread's handler and by other threads: whoever is first.
         self._first_lock = threading.Lock()
         self._previous_handlers: dict[int, Any] = {}
+        self._has_handled_interrupt = False
+
+    @property
+    def is_interrupt(self) -> bool:
+        """Whether Ctrl-C was its source."""
+        return self.reason == _INTERRUPT_REASON
 
     def record(self, reason: str, seconds: float | None = None) -> None:
         """Take note, the first time, and say so.
@@ -193,6 +213,10 @@ class Notice:
         if not self._first_lock.acquire(blocking=False):
             return
         self.notice_time, self.reason = time.monotonic(), reason
+        if self.is_interrupt:  # usually of all ranks
+            if self._rank == 0:
+                say("mpistrat: Ctrl-C: saves after this step; a second one ends at once, unsaved.")
+            return
         seconds_left = self._grace if seconds is None else seconds
         time_text = (
             "at a time that is not known" if not seconds_left else f"in {seconds_left:.0f} s"
@@ -206,8 +230,17 @@ class Notice:
     def clear(self) -> None:
         """Take the notice back."""
         if self.reason:
-            self.reason = ""
+            self.reason, self._has_handled_interrupt = "", False
             self._first_lock.release()
+
+    def warn_of_open_mpi(self, signals: Sequence[signal.Signals]) -> None:
+        """Say, on rank 0, that SIGTERM comes too late, where it does."""
+        is_open_mpi = launched_by() == "mpiexec of Open MPI"
+        if is_open_mpi and self._rank == 0 and signal.SIGTERM in signals:
+            say(
+                "mpistrat: mpirun of Open MPI kills ranks 0.25 s after SIGTERM, which is "
+                "too short to save. Let the batch system send SIGUSR1, and use that signal."
+            )
 
     def listen_for_signals(self, signals: Sequence[signal.Signals], caller: str) -> None:
         """Take signals as notices; the handlers that were there are called too."""
@@ -216,12 +249,6 @@ class Notice:
                 f"{caller} was made in the thread {threading.current_thread().name!r}, but Python "
                 "gives signals to the main thread only. Make it there, or give no signal and "
                 "a function that is asked."
-            )
-        is_open_mpi = launched_by() == "mpiexec of Open MPI"
-        if is_open_mpi and self._rank == 0 and signal.SIGTERM in signals:
-            say(
-                "mpistrat: mpirun of Open MPI kills ranks 0.25 s after SIGTERM, which is "
-                "too short to save. Let the batch system send SIGUSR1, and use that signal."
             )
         for signal_number in signals:
             previous_handler = signal.signal(signal_number, self.handle_signal)
@@ -250,15 +277,23 @@ class Notice:
             and not self.end_event.is_set()
             and not self.is_leaving
         ):
-            self.record(signal.Signals(number).name)
+            is_interrupt = number == signal.SIGINT
+            self.record(_INTERRUPT_REASON if is_interrupt else signal.Signals(number).name)
 
     def handle_signal(self, number: int, frame: FrameType | None) -> None:
-        """Take note of a signal; if nobody waits for it any more, do what was done before."""
+        """Take note of a signal; if nobody waits for it any more, do what was done before.
+
+        The first Ctrl-C raises nothing, and a further one does what was done before.
+        """
         is_over, previous_handler = self.end_event.is_set(), self._previous_handlers.get(number)
         is_over = is_over or os.getpid() != self._pid  # a child that was forked
         if not is_over:
             self.record_signal(number)
-        if callable(previous_handler) and previous_handler is not signal.default_int_handler:
+        if number == signal.SIGINT and not is_over:
+            is_first, self._has_handled_interrupt = not self._has_handled_interrupt, True
+            if is_first:
+                return
+        if callable(previous_handler):
             # A handler that ends the process must not do so before the checkpoint is there.
             with contextlib.nullcontext() if is_over else contextlib.suppress(SystemExit):
                 previous_handler(number, frame)

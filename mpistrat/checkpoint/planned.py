@@ -15,8 +15,8 @@ from mpistrat.checkpoint.checkpoint import determine_owner
 from mpistrat.checkpoint.claim import Claim
 from mpistrat.checkpoint.files import check_path
 from mpistrat.checkpoint.manager import CheckpointManager, check_number, read_step
-from mpistrat.checkpoint.notice import EXIT_CODE, Notice, describe_notices, parse_signals
-from mpistrat.cluster.batch_job import get_end_time, get_kill_wait
+from mpistrat.checkpoint.notice import EXIT_CODE, Notice, parse_signals, summarize_notices
+from mpistrat.cluster.batch_job import get_end_time, get_job_id, get_kill_wait
 from mpistrat.strategy.context_stack import enter_cross_replica
 from mpistrat.watchdog.status_board import say
 
@@ -196,6 +196,7 @@ class Preemption:
         self._notice = Notice(self._lockstep.ranks[self._lockstep.comm.rank], grace)
         self._remaining_time: RemainingTime | None = None
         self._has_asked_scheduler = False  # for the KillWait of Slurm
+        self._is_of_fit = False  # the program has not chosen the signals
 
     def __enter__(self) -> Preemption:
         """Claim the directory, and listen. Collective."""
@@ -217,6 +218,8 @@ class Preemption:
             self._warn_of_short_grace(claim)
         with self._lockstep.validating_collectively("preemption"):
             if self._signals:
+                if get_job_id() or not self._is_of_fit:
+                    self._notice.warn_of_open_mpi(self._signals)
                 self._notice.listen_for_signals(self._signals, "preemption")
         self._notice.start_watchers(
             {name: _call_until_failure(name, call) for name, call in watchers.items()}
@@ -240,10 +243,16 @@ class Preemption:
                 "Request an earlier signal from the batch system, and pass that time as grace."
             )
 
-    def __exit__(self, *exception: object) -> None:
-        """Listen no more; handlers that were there are put back."""
+    def __exit__(self, exception_type: type[BaseException] | None, *exception: object) -> None:
+        """Listen no more; handlers that were there are put back.
+
+        Raises:
+          KeyboardInterrupt: Ctrl-C came after the last step.
+        """
         self._notice.stop_listening()
         self._manager._preemption = None
+        if exception_type is None and self._notice.is_interrupt:
+            raise KeyboardInterrupt
 
     def _read_reason(self, step: int | None = None, steps: int | None = None) -> str:
         """Return the reason of this rank's notice; empty without a notice.
@@ -279,6 +288,7 @@ class Preemption:
 
         Raises:
           SystemExit: With code 42, on every rank, when the checkpoint is there.
+          KeyboardInterrupt: In its place, if the notice was Ctrl-C.
           OSError: It could not be written; the next call tries again.
           ValueError: As of `_read_reason`.
 
@@ -298,16 +308,24 @@ class Preemption:
 
         Raises:
           SystemExit: On every rank.
+          KeyboardInterrupt: On every rank, after Ctrl-C.
         """
         self._manager.wait()  # for a save in the background
-        notice_text = describe_notices(self._lockstep, self._notice.reason)
+        notices = summarize_notices(self._lockstep, self._notice.reason)
         claim = self._manager._claim
         if claim is not None:
             path = self._manager.latest_checkpoint
-            text = f"told to end ({notice_text}): saved as {path}; exiting with code {EXIT_CODE}."
-            say(f"mpistrat: {text}")
-            claim.update_progress(left_because=notice_text)
+            say(
+                f"mpistrat: Ctrl-C: saved as {path}; start again to continue."
+                if notices.is_interrupt
+                else f"mpistrat: told to end ({notices.text}): saved as {path}; exiting with code "
+                f"{EXIT_CODE}."
+            )
+            claim.update_progress(left_because=notices.text)
             claim.release()
+        if notices.is_interrupt:
+            self._lockstep.state.kept_interrupt.drop()  # a second one, during the save
+            raise KeyboardInterrupt
         self._notice.is_leaving = True
         sys.exit(EXIT_CODE)
 
@@ -349,7 +367,9 @@ def preemption(
     Args:
       manager: The `CheckpointManager` that saves.
       signals: Signals that are a notice; names or numbers. Slurm sends SIGTERM, and the signal of
-        ``--signal``. mpirun of Open MPI kills ranks 0.25 s after SIGTERM: there use SIGUSR1.
+        ``--signal``. mpirun of Open MPI kills ranks 0.25 s after SIGTERM: there use SIGUSR1. After
+        SIGINT (Ctrl-C) KeyboardInterrupt is raised in place of the exit; a second one raises it at
+        once.
       grace: Seconds from a notice to the end of the job, as requested from the batch system, such
         as by ``--signal=B:USR1@120``. Without a notice the program exits this long before the time
         limit of the job; earlier if two saves and two steps take longer.

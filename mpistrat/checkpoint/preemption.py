@@ -31,8 +31,8 @@ from mpistrat.checkpoint.notice import (
     EXIT_CODE,
     Notice,
     check_signal_list,
-    describe_notices,
     parse_signals,
+    summarize_notices,
 )
 from mpistrat.cluster.resolver import ClusterResolver
 from mpistrat.lockstep.handshake import Lockstep
@@ -207,6 +207,7 @@ class PreemptionCheckpointHandler:
         config = self._config
         weakref.finalize(self, self._notice.stop_listening).atexit = False
         if config._parse_signals():
+            self._notice.warn_of_open_mpi(config._parse_signals())
             self._notice.listen_for_signals(config._parse_signals(), "PreemptionCheckpointHandler")
         watcher = config.termination_watcher_fn
         self._notice.start_watchers({} if watcher is None else {"termination_watcher_fn": watcher})
@@ -298,7 +299,7 @@ class PreemptionCheckpointHandler:
                 call, failure=failure, needs_followup=is_new or is_late
             ).needs_followup:
                 return
-            notice_text = describe_notices(lockstep, reason)
+            notice_text = summarize_notices(lockstep, reason).text
             is_last = not self._config.grace_period or any(lockstep.gather_texts(b"late" * is_late))
             self._save(args, kwargs)
             self._has_saved = not is_last

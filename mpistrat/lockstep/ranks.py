@@ -230,6 +230,13 @@ class KeptInterrupt:
         os.kill(os.getpid(), number)
 
 
+def is_interrupt_unhandled() -> bool:
+    """Whether Ctrl-C raises KeyboardInterrupt: the program neither handles nor ignores it."""
+    handler = signal.getsignal(signal.SIGINT)
+    owner = getattr(handler, "__self__", None)
+    return handler is signal.default_int_handler or isinstance(owner, KeptInterrupt)
+
+
 T = TypeVar("T")
 
 

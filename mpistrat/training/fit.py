@@ -88,8 +88,9 @@ def fit(
     With a directory the run is saved there, and a program that is started again continues after the
     step that was saved last, in the middle of an epoch too, with any number of ranks. A job that is
     about to be ended saves and exits with code 42 (see `preemption`), also during a validation,
-    which then comes first in the next start. The directory also gets ``history.csv`` after each
-    row, and ``curves.png`` at the end if matplotlib is installed.
+    which then comes first in the next start. So does Ctrl-C, with KeyboardInterrupt in place of the
+    exit; a second Ctrl-C does not wait for the save. The directory also gets ``history.csv`` after
+    each row, and ``curves.png`` at the end if matplotlib is installed.
 
     Args:
       step: Replica code. It is called with this replica's part of each batch, which may have no
@@ -144,6 +145,7 @@ def fit(
       CheckpointError: `restore_best`: there is no checkpoint of the best row, because an earlier
         start made it without `keep_best`, or because all values are NaN.
       SystemExit: With code 42, on every rank, after a notice of preemption.
+      KeyboardInterrupt: On every rank, after Ctrl-C.
 
     Warns:
       UserWarning: After a row: arrays have taken the place of variables, or a part of `state` that

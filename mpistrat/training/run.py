@@ -20,6 +20,7 @@ from mpistrat.checkpoint.manager import CheckpointManager, read_notice_flag, sav
 from mpistrat.checkpoint.planned import format_duration, preemption
 from mpistrat.data.distributed import DistributedIterator
 from mpistrat.errors import CheckpointError, StructureError
+from mpistrat.lockstep.ranks import is_interrupt_unhandled
 from mpistrat.metrics import Mean
 from mpistrat.strategy.strategy import Strategy
 from mpistrat.training.evaluation import WeightedSums
@@ -55,7 +56,7 @@ class FitOptions(NamedTuple):
       directory: Where checkpoints and curves go; None for nowhere.
       save_interval: How often the run is saved, as `CheckpointManager` takes it.
       max_to_keep: How many checkpoints stay.
-      monitor: The curve that says which weights are best; None for none.
+      monitor: The curve that says which weights are best.
       mode: ``"min"`` if its low values are good, ``"max"`` if its high ones are.
       patience: How many rows without a better one end the run; None for any number.
       keep_best: Whether the best weights are saved too.
@@ -70,7 +71,7 @@ class FitOptions(NamedTuple):
     directory: Path | None
     save_interval: Any
     max_to_keep: int | None
-    monitor: str | None
+    monitor: str
     mode: str
     patience: int | None
     keep_best: bool
@@ -210,15 +211,56 @@ class TrainingLoop:
         self._last_save = self._manager.last_save
 
     @property
+    def _has_all_steps(self) -> bool:
+        options = self._options
+        return (options.steps is not None and self.run.step >= options.steps) or (
+            options.epochs is not None and self.run.epoch >= options.epochs
+        )
+
+    @property
     def is_over(self) -> bool:
         """Whether all steps or epochs were made, the monitored curve is stale, or `stop` came."""
-        options = self._options
+        return self.run.is_stopped or self._has_all_steps or self._is_stale
+
+    def _explain_early_end(self) -> str:
+        """Why the run is over before its last step; empty if it is not."""
+        if self._has_all_steps or not self.is_over:
+            return ""
+        monitor, unit = self._options.monitor, self._options.validate_every.unit
+        if self.run.is_stopped:
+            return "run.stop() was called"
+        if self._best_value is None:
+            return f"{monitor} has had no value but NaN"
+        numbers, values = self.run.history[monitor]
+        best_number = int(numbers[values.tolist().index(self._best_value)])
+        count = int(numbers[-1]) - best_number
         return (
-            self.run.is_stopped
-            or (options.steps is not None and self.run.step >= options.steps)
-            or (options.epochs is not None and self.run.epoch >= options.epochs)
-            or self._is_stale
+            f"{monitor} has had no new best value for {count} {unit}{'s' * (count > 1)}; "
+            f"the best is that of {unit} {best_number}"
         )
+
+    def _report_start(self, path: str) -> None:
+        """Print that the run continues, or why it does not."""
+        directory, reason = self.run.directory, self._explain_early_end()
+        if not self.is_over:
+            text = f"continues after step {self.run.step}, as saved in {path}"
+        elif not reason:
+            text = f"the run in {directory} has ended after step {self.run.step}; "
+            text += "give more epochs or steps to continue it"
+        elif self.run.is_stopped:
+            text = f"the run in {directory} ended early: {reason}; give another directory"
+        else:
+            text = f"the run in {directory} ended early: {reason}; give a larger patience to "
+            text += "continue it"
+        self._progress.print_line(text)
+
+    def _report_early_end(self) -> None:
+        """Print why the run stops before its last step, if it does."""
+        if reason := self._explain_early_end():
+            unit = "step" if self.run.is_stopped else self._options.validate_every.unit
+            number = self.run.epoch if unit == "epoch" else self.run.step
+            note = " (restored)" if self._options.restore_best and not self.run.is_stopped else ""
+            self._progress.print_line(f"stops after {unit} {number}: {reason}{note}")
 
     def restore(self) -> str | None:
         """Restore the newest checkpoint, if there is one; its path. Collective.
@@ -272,12 +314,9 @@ class TrainingLoop:
         options, total = self._options, self._total_steps()
         is_shown = options.verbose and self._strategy.rank == 0
         with self._leaving(), ProgressBar(total, is_shown, self.run.step) as self._progress:
-            if path is not None and self.is_over:
-                text = f"the run in {self.run.directory} has ended after step {self.run.step}; "
-                self._progress.print_line(text + "give more epochs or steps to continue it")
-            elif path is not None:
-                text = f"continues after step {self.run.step}, as saved in {path}"
-                self._progress.print_line(text)
+            if path is not None:
+                self._report_start(path)
+            was_over = self.is_over
             self._begin_row()
             if self._is_row_open():
                 self._close_row()
@@ -288,6 +327,8 @@ class TrainingLoop:
                 self._state_check = StateCheck(self._strategy, self._objects.state, prefix)
                 self._make_steps()
             self._finish()
+            if not was_over:
+                self._report_early_end()
 
     def _is_row_open(self) -> bool:
         """Whether the last start ended between a row's last step and its validation."""
@@ -306,12 +347,17 @@ class TrainingLoop:
         return None if count < 0 or options.epochs is None else count * options.epochs
 
     def _leaving(self) -> AbstractContextManager[Any]:
-        """A context in which a notice of preemption saves the run and ends the job."""
+        """A context in which a notice of preemption, or Ctrl-C, saves the run and ends the job."""
         if self._manager is None:
             return nullcontext()
+        signals = ["SIGUSR1", "SIGTERM"]
+        if is_interrupt_unhandled():
+            signals.append("SIGINT")
         # Ranks that are threads of one process get no signals.
         is_main = threading.current_thread() is threading.main_thread()
-        return preemption(self._manager, signals=("SIGUSR1", "SIGTERM") if is_main else ())
+        leaving = preemption(self._manager, signals=signals if is_main else ())
+        leaving._is_of_fit = True
+        return leaving
 
     def _remaining_batches(self) -> Iterator[Any]:
         epochs = self._options.epochs

@@ -1,9 +1,10 @@
-"""Jobs of `fit` that are told to end in a validation, or die in a step, keep their bits."""
+"""Jobs of `fit` that are told to end, or die in a step, keep their bits."""
 
 from __future__ import annotations
 
 import csv
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -27,7 +28,7 @@ def run_job(size, directory, event="none", number=0):
     """Run the job; its exit code, the words that it prints, and its errors."""
     launcher, _ = find_launcher()
     words = [sys.executable, str(JOB), str(directory), event, str(number)]
-    argv, env = launcher.build_command(size, words)[:2]
+    argv, env = launcher.build_command(size, words)[:2] if size > 1 else (words, {})
     path = os.pathsep.join(filter(None, [str(JOB.parents[3]), os.environ.get("PYTHONPATH")]))
     done = subprocess.run(
         argv,
@@ -72,3 +73,25 @@ def test_a_rank_that_dies_in_a_step_loses_the_steps_since_the_save(whole, tmp_pa
     assert code == 0, errors
     assert words[:-1] == whole
     assert rows_of(tmp_path) == ["1", "2", "3", "4"]
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_ctrl_c_on_one_rank_saves_and_all_end_with_130(size, whole, tmp_path):
+    code, _, errors = run_job(size, tmp_path, "interrupt", BATCHES + 2)
+    assert code == (130 if size > 1 else -signal.SIGINT), errors  # which shells show as 130
+    assert errors.count("Ctrl-C: saved as") == 1, errors
+    assert "KeyboardInterrupt" in errors
+    code, words, errors = run_job(2, tmp_path)
+    assert code == 0, errors
+    if size == 2:
+        assert words[:-1] == whole
+    assert rows_of(tmp_path) == ["1", "2", "3", "4"]
+
+
+def test_a_second_ctrl_c_ends_at_once(whole, tmp_path):
+    code, _, errors = run_job(2, tmp_path, "two interrupts", BATCHES + 2)
+    assert code == 130, errors
+    assert "Ctrl-C: saved as" not in errors
+    code, words, errors = run_job(2, tmp_path)
+    assert code == 0, errors
+    assert words[:-1] == whole

@@ -1,4 +1,4 @@
-"""A job of `fit`; a rank gets a signal in a validation, or dies in a step, as its arguments say."""
+"""A job of `fit`; a rank gets a signal, or dies in a step, as its arguments say."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import numpy as np
 import mpistrat as ms
 
 directory, event, number = sys.argv[1], sys.argv[2], int(sys.argv[3])
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have begun the tests deaf
 x = np.random.default_rng(0).standard_normal((41, 3))
 y = x @ np.array([1.0, -2.0, 0.5])
 strategy = ms.MirroredStrategy()
@@ -39,12 +40,20 @@ def score(batch):
     return {"loss": (rows @ np.asarray(w) - wanted) ** 2}
 
 
-class Die:
+class Fault:
     def on_step(self, run):
-        if event == "die" and run.step == number and strategy.rank == 0:
+        if run.step != number:
+            return
+        if event == "die" and strategy.rank == 0:
             os._exit(9)
+        if event == "interrupt" and strategy.rank == 0:  # the last rank may wait in a call
+            os.kill(last_pid, signal.SIGINT)
+        if event == "two interrupts" and strategy.rank == last_rank:
+            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
 
 
+last_pid = int(strategy.gather(strategy.run(lambda: np.array([os.getpid()])), axis=0)[-1])
 with strategy.scope():
     history = ms.fit(
         step,
@@ -55,7 +64,7 @@ with strategy.scope():
         validation_data=ms.Dataset((x, y)).batch(10),
         directory=directory,
         every="4 steps",
-        callbacks=[Die()],
+        callbacks=[Fault()],
         verbose=False,
     )
 if strategy.rank == 0:

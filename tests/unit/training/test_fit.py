@@ -228,6 +228,66 @@ class TestTheBest:
         assert run_ranks(self.stop_early, 2, tmp_path)[0] == (bits, values)
         assert bits == run_ranks(self.three_epochs, 2)[0]
 
+    def test_it_says_why_it_ends_early_and_how_to_continue(self, tmp_path, capfd):
+        reason = "validation/loss has had no new best value for 2 epochs; the best is that of epoch"
+
+        def program_of(comm, epochs, values, patience):
+            options = {"restore_best": True, "verbose": True, "patience": patience}
+            return self.continue_run(comm, tmp_path, epochs, values, **options)
+
+        run_ranks(program_of, 2, 9, [1.0, 2.0, 3.0], 2)
+        lines = capfd.readouterr().out.splitlines()
+        assert lines[3:] == [f"stops after epoch 3: {reason} 1 (restored)"]
+        run_ranks(program_of, 2, 9, [], 2)
+        assert capfd.readouterr().out.splitlines() == [
+            f"the run in {tmp_path} ended early: {reason} 1; give a larger patience to continue it"
+        ]
+        run_ranks(program_of, 2, 6, [0.5, 4.0, 4.0], 4)
+        lines = capfd.readouterr().out.splitlines()
+        assert len(lines) == 4  # it has made all epochs
+        assert lines[0].startswith("continues after step 15, as saved in ")
+        run_ranks(program_of, 2, 6, [], 2)
+        assert "has ended after step 30; give more epochs or" in capfd.readouterr().out
+        run_ranks(program_of, 2, 9, [], 2)
+        assert f"{reason} 4; give a larger patience" in capfd.readouterr().out
+
+    @pytest.mark.parametrize(
+        ("options", "text"),
+        [
+            ({"validate_every": "2 epochs"}, "stops after epoch 4: {} for 2 epochs; {} epoch 2"),
+            ({"validate_every": "3 steps"}, "stops after step 6: {} for 3 steps; {} step 3"),
+        ],
+    )
+    def test_it_counts_epochs_or_steps(self, options, text, capfd):
+        def program_of(comm):
+            program, values = Program(comm), iter([1.0, 2.0])
+            program.fit(
+                validate=lambda batch: {"loss": (next(values), 1)},
+                validation_data=ms.Dataset((X, Y)).batch(len(X)),
+                patience=1,
+                epochs=9,
+                verbose=True,
+                **options,
+            )
+
+        run_ranks(program_of, 2)
+        text = text.format("validation/loss has had no new best value", "the best is that of")
+        assert capfd.readouterr().out.splitlines()[-1] == text
+
+    def test_it_says_that_all_values_were_nan(self, tmp_path, capfd):
+        def program_of(comm):
+            options = {"patience": 2, "verbose": True}
+            self.continue_run(comm, tmp_path, 9, [np.nan, np.nan], **options)
+            self.continue_run(comm, tmp_path, 9, [], **options)
+
+        run_ranks(program_of, 1)
+        lines, reason = capfd.readouterr().out.splitlines(), "validation/loss has had no value"
+        assert lines[2:] == [
+            f"stops after epoch 2: {reason} but NaN",
+            f"the run in {tmp_path} ended early: {reason} but NaN; give a larger patience to "
+            "continue it",
+        ]
+
     @staticmethod
     def three_epochs(comm):
         program = Program(comm)
@@ -329,7 +389,7 @@ def test_callbacks_and_their_state(tmp_path):
     assert run_ranks(program_of, 2, 2)[0] == want
 
 
-def test_a_callback_stops_the_run(tmp_path):
+def test_a_callback_stops_the_run(tmp_path, capfd):
     class Stop:
         def on_step(self, run):
             if run.step == 7:
@@ -337,11 +397,15 @@ def test_a_callback_stops_the_run(tmp_path):
 
     def program_of(comm, callbacks):
         program = Program(comm)
-        program.fit(directory=tmp_path, callbacks=callbacks)
+        program.fit(directory=tmp_path, callbacks=callbacks, verbose=True)
         return program.optimizer.iterations
 
     assert list(map(int, run_ranks(program_of, 2, [Stop()]))) == [7, 7]
+    assert capfd.readouterr().out.splitlines()[1:] == ["stops after step 7: run.stop() was called"]
     assert list(map(int, run_ranks(program_of, 2, []))) == [7, 7]  # it stays stopped
+    assert capfd.readouterr().out.splitlines() == [
+        f"the run in {tmp_path} ended early: run.stop() was called; give another directory"
+    ]
 
 
 def test_the_loop_by_hand_reads_a_checkpoint_of_fit(tmp_path):
