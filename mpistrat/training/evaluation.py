@@ -76,7 +76,8 @@ class WeightedSums:
 
         Raises:
           TypeError: They are no dict, or one of them is a single number.
-          StructureError: They have other names than those of the batch before, or rows.
+          StructureError: They have other names than those of the batch before, or do not fit the
+            rows.
         """
         if not isinstance(results, Mapping):
             raise TypeError(f"{self._function} must return a dict of results, not {results!r:.60}.")
@@ -126,7 +127,8 @@ def evaluate(
     Raises:
       DataError: `data` has no batches, no batch, or no end.
       TypeError: `score` returns no dict, or a single number.
-      StructureError: It returns other names than for the batch before.
+      StructureError: It returns other names than for the batch before, an array that has not one
+        number for each row, or a weight above 0 for a part without rows.
 
     Cost: one handshake for each batch, and one all-reduce of 16 bytes for each name.
 

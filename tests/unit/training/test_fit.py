@@ -369,7 +369,7 @@ class TestErrors:
             ({"metrics": "loss"}, TypeError, "metrics must be names"),
             ({"metrics": ("cost",)}, StructureError, "results named .*'loss'.*'cost'"),
             ({"state": {"step": 0}}, StructureError, "names \\['step'\\]"),
-            ({"patience": 0}, DataError, "patience"),
+            ({"patience": 0}, ValueError, "patience"),
             ({"metrics": ("loss", "loss")}, ValueError, "different names"),
             ({"metrics": ("seconds",)}, ValueError, "which the history uses"),
             ({"metrics": ()}, ValueError, "different names"),
@@ -390,10 +390,12 @@ class TestErrors:
     @pytest.mark.parametrize(
         ("result", "error", "text"),
         [
-            ({"loss": 0.5}, TypeError, "one number for 'loss'.*\\(mean, len\\(batch\\)\\)"),
+            ({"loss": 0.5}, TypeError, "one number for 'loss'.*\\(mean, len\\(x\\)\\)"),
             ({"loss": [1.0, 2.0]}, TypeError, "a list for 'loss'"),
             ({"loss": (np.ones(4), 4)}, TypeError, "a pair for 'loss' with shapes \\(4,\\)"),
             ({"loss": np.ones(1)}, StructureError, "1 rows for 'loss'.* has 4"),
+            ({"loss": np.ones((4, 4))}, StructureError, "shape \\(4, 4\\).* 4 rows.*y\\[:, 0\\]"),
+            ({"loss": np.ones((4, 2))}, StructureError, "shape \\(4, 2\\).*\\.mean\\(axis=1\\)"),
             (None, TypeError, "must return a dict"),
             (0.5, TypeError, "must return a dict"),
         ],
