@@ -317,6 +317,20 @@ strategy.experimental_distribute_dataset(dataset)  # here
         ms.LockstepError,
         r"the same dataset, with equal seeds and without shard\(\)",
     ),
+    "arrays that are no dataset": Mistake(
+        f"""{MODEL}
+ms.evaluate(lambda batch: {{"loss": batch[0] @ w - batch[1]}}, (x, y), strategy=strategy)  # here
+""",
+        ms.errors.DataError,
+        r"got an object of type tuple\. .*ms\.Dataset\(\(x, y\)\)\.batch\(64\)",
+    ),
+    "predictions of shuffled rows": Mistake(
+        f"""{MODEL}
+ms.predict(lambda batch: batch[0] @ w, dataset, strategy=strategy)  # here
+""",
+        ms.errors.DataError,
+        r"not be in the order of the rows\. Leave out shuffle\(\)",
+    ),
     # Means and gradients.
     "a mean without a weight": Mistake(
         f"""{MODEL}
