@@ -147,8 +147,9 @@ def fit(
 
     Warns:
       UserWarning: After a row: arrays have taken the place of variables, or a part of `state` that
-        is no variable differs between ranks. At the end, or after 1,000 steps: no step has changed
-        `state`.
+        is no variable differs between ranks; or an optimizer of `mpistrat.optim` has made updates,
+        and checkpoints lack its state, or a variable that it updates. At the end, or after 1,000
+        steps: no step has changed `state`.
 
     Cost: for each step what a loop by hand costs, and at most 20 calls of Python functions; for
     each row one handshake for each metric, and the validation; a pass over `state` at the

@@ -576,6 +576,17 @@ ms.Checkpoint(w=w).save(f"run{{strategy.rank}}/ckpt")  # here
         ms.LockstepError,
         r"Every rank must name the same path",
     ),
+    "an optimizer that is not saved": Mistake(
+        f"""{MODEL.replace("SGD", "Adam")}{STEP.replace("  # here", "")}
+def train(batch):
+    step(*batch)
+    return {{"loss": batch[1]}}
+ms.fit(train, dataset, epochs=2, state={{"w": w}}, strategy=strategy, verbose=False,  # here
+       directory="run")
+""",
+        UserWarning,
+        r"lack the state of Adam,.*state=\{\.\.\., 'optimizer': optimizer\}",
+    ),
     "weights that are no variables": Mistake(
         f"""{MODEL}
 weights = np.zeros(3)
