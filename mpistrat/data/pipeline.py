@@ -203,6 +203,12 @@ class Batches:
         """Return those batches that a predicate keeps."""
         return dataclasses.replace(self, steps=(*self.steps, BatchFilter(predicate)))
 
+    @property
+    def is_shuffled(self) -> bool:
+        """Whether examples or batches are shuffled."""
+        example_steps = self.batch_source[0].steps if isinstance(self.batch_source, tuple) else ()
+        return any(isinstance(step, Shuffle) for step in (*example_steps, *self.steps))
+
     def iterate_batches(self, seeds: Seeds, path: EpochPath) -> Iterator[LazyBatch]:
         """Iterate over one epoch."""
         make_batches: BatchMaker = functools.partial(self._make_batches, seeds)

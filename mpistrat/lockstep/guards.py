@@ -9,7 +9,7 @@ from weakref import ReferenceType, WeakValueDictionary
 
 from mpistrat.arrays import DIGEST_NBYTES, digest
 from mpistrat.comm import callsite
-from mpistrat.errors import DivergenceError
+from mpistrat.errors import DivergenceError, StructureError
 from mpistrat.lockstep.handshake import Lockstep
 
 _SAME_BATCHES = (
@@ -205,6 +205,30 @@ def compare_batches(lockstep: Lockstep) -> None:
         subject = "the same batch" if is_same_batch else "batches of the same rows, in other orders"
         text = _SAME_BATCHES.format(count=lockstep.comm.size, subject=subject)
         warn(lockstep, "run", text)
+
+
+def check_weight(lockstep: Lockstep, call: str, weight: float | None) -> None:
+    """Check the weight of a mean over a batch of which replicas have unequal parts.
+
+    Not collective; see `warn_unweighted`.
+
+    Args:
+      lockstep: Its run has such a batch.
+      call: The call that takes the mean.
+      weight: The weight of this replica.
+
+    Raises:
+      StructureError: It is above 1, and the part has no rows. A weight of 1 counts each replica
+        alike.
+    """
+    if weight is None:
+        warn_unweighted(lockstep, call)
+    elif lockstep.state.run.uneven_row_count == 0 and weight > 1:
+        raise StructureError(
+            f"{call}: weight is {weight} on this replica, whose part of the batch has no rows. "
+            "Give the number of its rows, weight=len(x); len(batch) counts the arrays of a batch "
+            "(x, y), not its rows."
+        )
 
 
 def warn_unweighted(lockstep: Lockstep, call: str) -> None:

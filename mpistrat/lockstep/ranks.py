@@ -283,13 +283,14 @@ class RunState(threading.local):
       failure: The exception that closed them, if one did.
       pending_handles: All-reduces that were begun, and that nobody has waited for yet.
       carrier_types: Exceptions of other libraries whose texts contain those of their callbacks.
-      has_uneven_rows: The replicas were given different numbers of rows of one batch.
+      uneven_row_count: How many rows this replica was given of a batch of which the replicas have
+        different numbers; None without such a batch.
       batch_digest: The digest of an argument of `fn` that is a batch of a dataset that is not
         distributed; empty without one.
     """
 
     depth = 0
-    has_uneven_rows = False
+    uneven_row_count: int | None = None
     batch_digest = b""
     carrier_types: tuple[type[BaseException], ...] = ()
     failure: BaseException | None = None

@@ -21,7 +21,7 @@ from mpistrat.comm.base import Comm
 from mpistrat.data.iterators import latest_iterator
 from mpistrat.errors import NonFiniteError
 from mpistrat.lockstep.ending import abort
-from mpistrat.lockstep.guards import warn, warn_on_replica0, warn_unweighted
+from mpistrat.lockstep.guards import check_weight, warn, warn_on_replica0
 from mpistrat.lockstep.handshake import Lockstep
 from mpistrat.optim import passes
 from mpistrat.optim.base import Progress, limit_of
@@ -101,10 +101,11 @@ def apply(
         state, listing = _find_state(optimizer, states, gradients, variables, failure)
     lockstep, progress = state.strategy._replicas.lockstep, state.progress
     try:
-        if weight is None and lockstep.state.run.has_uneven_rows and mode and mode.replica:
-            warn_unweighted(lockstep, name)
-        is_replica_code = mode is not None and mode.replica is not None
-        if not is_replica_code and latest_iterator.iterator is not None:
+        is_replica_code = (mode and mode.replica) is not None
+        if is_replica_code:
+            if lockstep.state.run.uneven_row_count is not None:
+                check_weight(lockstep, name, weight)
+        elif latest_iterator.iterator is not None:
             _warn_whole_batch(lockstep, name)
         gradient_call = validate_gradients(
             state, gradients, listing, weight, is_replica_code=is_replica_code, step=progress.step

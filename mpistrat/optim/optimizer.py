@@ -111,7 +111,7 @@ class Optimizer(OptimizerSettings):
             weight is not a number of rows, or all are 0 (with `accumulate`, those of all calls of
             an update); the learning rate is not a finite number.
           StructureError: A gradient has another shape; or is a value per replica in cross-replica
-            code.
+            code; or `weight` is above 1 where this replica's part of the batch has no rows.
           LeafTypeError: A gradient does not convert to the dtype of its variable, or that is
             neither float32 nor float64.
           NonFiniteError: A gradient is NaN or infinite, with ``nonfinite="raise"``; says where.

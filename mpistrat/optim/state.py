@@ -19,6 +19,7 @@ import bisect
 import struct
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, final
+from weakref import WeakSet
 
 import numpy as np
 from numpy.lib.array_utils import byte_bounds
@@ -35,7 +36,15 @@ from mpistrat.variables.variable import Variable, create_spread_slot, move_to_me
 if TYPE_CHECKING:
     from mpistrat.optim.base import OptimizerSettings, Rule
 
-__all__ = ["LastCall", "State", "StateTree", "Target", "VariableList", "check_variable"]
+__all__ = [
+    "LastCall",
+    "State",
+    "StateRegistry",
+    "StateTree",
+    "Target",
+    "VariableList",
+    "check_variable",
+]
 
 _LISTS = 64  # lists of variables that are remembered
 _ITERATIONS = "iterations"  # what Keras calls the step
@@ -146,6 +155,19 @@ class StateTree(dict[str, Any]):
 
 
 @final
+class StateRegistry:
+    """The states of optimizers of one session.
+
+    Attributes:
+      states: The states that live.
+    """
+
+    def __init__(self) -> None:
+        """Create an empty registry."""
+        self.states: WeakSet[State] = WeakSet()
+
+
+@final
 class State:
     """Counters and slots of one optimizer, for the variables that it was built for.
 
@@ -188,8 +210,7 @@ class State:
             # Equal optimizers become one object, so that identity shows which variables share one.
             optimizers = [candidates[candidates.index(candidate)] for candidate in candidates]
             # The text of the optimizer does not show all of the functions of groups.
-            has_groups = bool(optimizer.groups)
-            suffixes = [f" by {o._describe_options()}" if has_groups else "" for o in optimizers]
+            suffixes = [f" by {o._describe_options()}" * bool(optimizer.groups) for o in optimizers]
             texts = [v._spec() + suffix for v, suffix in zip(variables, suffixes, strict=True)]
         lockstep.handshake(f"{self.text}.build({', '.join(texts)})")
         self.update_plans: dict[tuple[object, ...], Any] = {}
@@ -215,6 +236,7 @@ class State:
         # True where a program or a test has made even the smallest variables shared.
         self._shares_counters = any(map(_is_shared, self.counters.values()))
         self._form, self._cells = self._store_contiguously()
+        lockstep.session.get_instance(StateRegistry).states.add(self)
 
     def copy_own_views(self, arrays: Sequence[Array]) -> list[Array]:
         """Return arrays, with copies of those that are views of a weight or slot, by address.

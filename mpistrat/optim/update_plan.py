@@ -81,7 +81,7 @@ class UpdatePlan:
         self.is_guarded = optimizer.nonfinite == "raise"
         self.optimizer, self._fused = optimizer, state.fused
         self.dense, self.sparse = dense, sparse
-        self.needs_rates = _has_rates(optimizer) and state.strategy._replicas.lockstep.comm.size > 1
+        self.needs_rates = has_rates(optimizer) and state.strategy._replicas.lockstep.comm.size > 1
         self.division = self.divide(range(len(dense)))
         dtypes = [choose_wire_type(ReduceOp.MEAN, t.variable.dtype) for t in dense]
         shapes = [t.variable.shape for t in dense]
@@ -219,7 +219,7 @@ class InPlaceGradients(NamedTuple):
     division: Division
 
 
-def _has_rates(optimizer: OptimizerSettings) -> bool:
+def has_rates(optimizer: OptimizerSettings) -> bool:
     """Return whether a learning rate is a function of the program."""
     rates = [optimizer.learning_rate, *[g.changes.get("learning_rate") for g in optimizer.groups]]
     return any(callable(rate) for rate in rates)

@@ -297,7 +297,7 @@ class ReplicaContext:
         if same is not None:
             with group.lockstep.validating_collectively("all_reduce"):
                 defer_same(group, same)
-        if weight is None and group.lockstep.state.run.has_uneven_rows:
+        if weight is None and group.lockstep.state.run.uneven_row_count is not None:
             _warn_unweighted_mean(group, "all_reduce", reduce_op)
         return all_reduce_tree(group, reduce_op, value, weight, out)
 
@@ -358,7 +358,7 @@ class ReplicaContext:
           array([1., 2.])
         """
         group = self._check_call("all_reduce_start", options)
-        if weight is None and group.lockstep.state.run.has_uneven_rows:
+        if weight is None and group.lockstep.state.run.uneven_row_count is not None:
             _warn_unweighted_mean(group, "all_reduce_start", reduce_op)
         return all_reduce_start(group, reduce_op, value, weight, out)
 

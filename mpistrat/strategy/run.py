@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import AsyncGeneratorType, CoroutineType, GeneratorType
 from typing import Any, final
 
@@ -32,7 +32,7 @@ from mpistrat.errors import (
 )
 from mpistrat.kernels.ops import ReduceOp
 from mpistrat.lockstep.guards import compare_batches, compare_copies
-from mpistrat.lockstep.ranks import CallState, FailureCatcher
+from mpistrat.lockstep.ranks import CallState, FailureCatcher, RunState
 from mpistrat.strategy.all_reduce import end_handles
 from mpistrat.strategy.context_stack import (
     CodeContext,
@@ -109,10 +109,11 @@ def begin_replica_code(state: CallState) -> None:
 
 def end_replica_code(state: CallState) -> None:
     """Note that replica code has ended."""
-    state.run.depth -= 1
-    if not state.run.depth:
-        state.run.failure = None
-        state.run.has_uneven_rows, state.run.batch_digest = False, b""
+    run_state = state.run
+    run_state.depth -= 1
+    if not run_state.depth:
+        run_state.failure = None
+        run_state.uneven_row_count, run_state.batch_digest = None, b""
 
 
 def end_in_handshake(
@@ -193,9 +194,7 @@ def _call_function(
     regroup = strategy._replicas.regrouper
     if uneven_batch := regroup.lockstep.state.uneven_batch:
         values = (args, *positional, *named_arguments.values())
-        regroup.lockstep.state.run.has_uneven_rows = any(
-            a is b for a in values for b in uneven_batch
-        )
+        note_rows(regroup.lockstep.state.run, values, uneven_batch)
     if latest_iterator.iterator is not None and regroup.size > 1:
         note_batch(regroup.lockstep.state, fn, (args, named_arguments))
     local_args = [*map(select_local, positional)]
@@ -222,6 +221,20 @@ def _call_function(
             "run. Give a plain function: without `async`, without `yield`."
         )
     return returned_tree
+
+
+def note_rows(run_state: RunState, values: Iterable[Any], uneven_batch: Sequence[Any]) -> None:
+    """Note how many rows of an uneven batch replica code is given here, if it is given one.
+
+    Args:
+      run_state: The state of the call.
+      values: The arguments.
+      uneven_batch: A batch of which the replicas have different numbers of rows, and its leaves.
+    """
+    is_given = any(a is b for a in values for b in uneven_batch)
+    shapes = [getattr(select_local(leaf), "shape", ()) for leaf in uneven_batch[1:]]
+    row_counts = [shape[0] for shape in shapes if shape]
+    run_state.uneven_row_count = max(row_counts, default=1) if is_given else None
 
 
 def _explain_empty_part(error: Exception, arguments: list[Any]) -> None:

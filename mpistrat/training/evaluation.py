@@ -9,6 +9,7 @@ import numpy as np
 
 from mpistrat import pytree
 from mpistrat.data.dataset import Dataset
+from mpistrat.data.pipeline import Batches
 from mpistrat.data.sources import INFINITE
 from mpistrat.errors import DataError, StructureError
 from mpistrat.strategy.strategies import resolve_strategy
@@ -49,9 +50,38 @@ def distribute(strategy: Strategy, data: Any, call: str, is_read_once: bool = Tr
     if not hasattr(data, "__iter__") or not hasattr(getattr(data, "distributed", data), "_resume"):
         raise DataError(
             f"{call}: expected a batched mpistrat.Dataset, or what "
-            f"strategy.experimental_distribute_dataset returns, got {data!r:.60}."
+            f"strategy.experimental_distribute_dataset returns, got {_describe_source(data)}."
         )
     return data
+
+
+def _describe_source(data: Any) -> str:
+    """What a program gave in place of a dataset, and how to make one of it."""
+    modules = {cls.__module__ for cls in type(data).__mro__}
+    if any(module.startswith("torch.utils.data") for module in modules):
+        cure = "Divide its batches over the ranks: mpistrat.torch.batches(...)"
+    elif isinstance(data, tuple | list | Mapping) or hasattr(data, "shape"):
+        cure = "Make a dataset of arrays: ms.Dataset((x, y)).batch(64)"
+    else:
+        return f"{data!r:.60}"
+    return f"an object of type {type(data).__name__}. {cure}"
+
+
+def _refuse_shuffled(strategy: Strategy, data: Any) -> None:
+    """Raise where results of rows would come in the order of a shuffle.
+
+    Raises:
+      DataError: The dataset is shuffled, or was before it was distributed; on all ranks.
+    """
+    batches = getattr(data, "distributed", data)
+    dataset = getattr(batches, "_origin", batches)
+    pipeline = getattr(dataset, "_pipeline", None)
+    if isinstance(pipeline, Batches) and pipeline.is_shuffled:
+        error = DataError(
+            f"predict: {dataset!r} is shuffled, so results would not be in the order of the rows. "
+            "Leave out shuffle()."
+        )
+        strategy._replicas.lockstep.fail_collectively("predict", error)
 
 
 @final
@@ -76,7 +106,8 @@ class WeightedSums:
 
         Raises:
           TypeError: They are no dict, or one of them is a single number.
-          StructureError: They have other names than those of the batch before, or rows.
+          StructureError: They have other names than those of the batch before, or do not fit the
+            rows.
         """
         if not isinstance(results, Mapping):
             raise TypeError(f"{self._function} must return a dict of results, not {results!r:.60}.")
@@ -126,7 +157,8 @@ def evaluate(
     Raises:
       DataError: `data` has no batches, no batch, or no end.
       TypeError: `score` returns no dict, or a single number.
-      StructureError: It returns other names than for the batch before.
+      StructureError: It returns other names than for the batch before, an array that has not one
+        number for each row, or a weight above 0 for a part without rows.
 
     Cost: one handshake for each batch, and one all-reduce of 16 bytes for each name.
 
@@ -158,7 +190,7 @@ def predict(fn: Callable[[Any], Any], data: Any, *, strategy: Strategy | None = 
       On every rank the array, or the tree of arrays, with the rows of all batches.
 
     Raises:
-      DataError: `data` has no batches, or there is none.
+      DataError: `data` has no batches, or there is none; or it is shuffled.
 
     Cost: one handshake and one all-gather for each batch.
 
@@ -168,6 +200,7 @@ def predict(fn: Callable[[Any], Any], data: Any, *, strategy: Strategy | None = 
       array([0, 2, 4, 6, 8])
     """
     strategy = resolve_strategy(strategy, "predict", REMEDY.format("predict"))
+    _refuse_shuffled(strategy, data)
     batches = [*_predicted(strategy, fn, distribute(strategy, data, "predict"))]
     if not batches:
         raise DataError(f"predict: {data!r} has no batch.")

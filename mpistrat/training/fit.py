@@ -139,8 +139,8 @@ def fit(
       ValueError: Neither `epochs` nor `steps` says where the end is, an argument is out of range,
         or the run in the directory was begun with other `settings`.
       TypeError: `step` or `validate` returns a single number, or no dict.
-      StructureError: Results have other names than `metrics`, `state` has a name that the run uses
-        itself, or the checkpoint does not fit.
+      StructureError: Results have other names than `metrics`, or not one number for each row;
+        `state` has a name that the run uses itself, or the checkpoint does not fit.
       DataError: `data` has no batches.
       CheckpointError: `restore_best`: there is no checkpoint of the best row, because an earlier
         start made it without `keep_best`, or because all values are NaN.
@@ -149,8 +149,9 @@ def fit(
 
     Warns:
       UserWarning: After a row: arrays have taken the place of variables, or a part of `state` that
-        is no variable differs between ranks. At the end, or after 1,000 steps: no step has changed
-        `state`.
+        is no variable differs between ranks; or an optimizer of `mpistrat.optim` has made updates,
+        and checkpoints lack its state, or a variable that it updates. At the end, or after 1,000
+        steps: no step has changed `state`.
 
     Cost: for each step what a loop by hand costs, and at most 20 calls of Python functions; for
     each row one handshake for each metric, and the validation; a pass over `state` at the
@@ -160,9 +161,9 @@ def fit(
       >>> import numpy as np, mpistrat as ms
       >>> w = ms.Variable(0.0)
       >>> optimizer = ms.optim.SGD(0.25)
-      >>> def step(batch):
-      ...     error = np.asarray(w) - batch
-      ...     optimizer.apply_gradients([(2 * error.mean(), w)], weight=len(batch))
+      >>> def step(x):
+      ...     error = np.asarray(w) - x
+      ...     optimizer.apply_gradients([(2 * error.mean(), w)], weight=len(x))
       ...     return {"loss": error**2}
       >>> data = ms.Dataset(np.full(4, 3.0)).batch(2)
       >>> history = ms.fit(step, data, epochs=3, state={"w": w}, verbose=False)
@@ -183,7 +184,7 @@ def fit(
         max_to_keep=max_to_keep,
         monitor=monitor or ("loss" if validate is None else "validation/loss"),
         mode=mode,
-        patience=None if patience is None else check_int("fit: patience", patience, 1),
+        patience=None if patience is None else check_int("fit: patience", patience, 1, ValueError),
         keep_best=keep_best or restore_best,
         restore_best=restore_best,
         verbose=verbose,

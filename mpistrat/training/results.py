@@ -42,7 +42,8 @@ def weighted(function: str, name: str, value: Any, row_count: int | None) -> tup
 
     Raises:
       TypeError: It is a single number, a list, or a pair of anything else than two numbers.
-      StructureError: It has another number of rows than the part.
+      StructureError: It has another number of rows than the part, or several numbers for a row; or
+        the weight of a part without rows is above 0.
     """
     if isinstance(value, tuple) and len(value) == 2:
         mean, weight = as_numbers(value[0]), as_numbers(value[1])
@@ -52,26 +53,44 @@ def weighted(function: str, name: str, value: Any, row_count: int | None) -> tup
                 f"{weight.shape}; a pair is (mean, weight): two numbers. Return the array alone, "
                 "with a number for each example."
             )
+        if row_count == 0 and weight > 0:
+            raise StructureError(
+                f"{function} returned a pair for {name!r} with weight {weight}, but this replica's "
+                "part of the batch has no rows. The weight is the number of rows, len(x); "
+                "len(batch) counts the arrays of a batch (x, y), not its rows."
+            )
         return mean, weight
     if isinstance(value, list):
         raise TypeError(
             f"{function} returned a list for {name!r}; return an array with a number for each "
             "example, or a tuple (mean, weight)."
         )
-    numbers = as_numbers(value)
+    return _check_numbers(function, name, as_numbers(value), row_count), None
+
+
+def _check_numbers(function: str, name: str, numbers: Any, row_count: int | None) -> Any:
+    """The numbers; raises where they are not one for each row."""
     if numbers.ndim and row_count is not None and numbers.shape[0] != row_count:
         raise StructureError(
             f"{function} returned {numbers.shape[0]} rows for {name!r}, but this replica's part of "
             f"the batch has {row_count}. Return a number for each example, or a pair (mean, "
             "weight)."
         )
+    if numbers.ndim and row_count is not None and numbers.size != row_count:
+        raise StructureError(
+            f"{function} returned an array of shape {numbers.shape} for {name!r}, but this "
+            f"replica's part of the batch has {row_count} rows: each has one number, as in shape "
+            f"({row_count},). If (n,) and (n, 1) have broadcast to (n, n), take the column out of "
+            "its axis: y[:, 0]. If a row has several numbers, give their mean: losses.mean(axis=1)."
+        )
     if numbers.ndim == 0:
         raise TypeError(
             f"{function} returned one number for {name!r}, {numbers}: nobody knows how many "
             "examples it is the mean of, and parts of a batch differ in size. Return an array with "
-            f"a number for each example, or a pair: {{{name!r}: (mean, len(batch))}}."
+            f"a number for each example, or a pair: {{{name!r}: (mean, len(x))}}, where "
+            "len(x) is the number of rows of this replica."
         )
-    return numbers, None
+    return numbers
 
 
 def add_results(

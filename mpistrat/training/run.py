@@ -324,7 +324,9 @@ class TrainingLoop:
             if not self.is_over:
                 manager, self._first_step = self._manager, self.run.step
                 prefix = None if manager is None else manager._directory / manager._name
-                self._state_check = StateCheck(self._strategy, self._objects.state, prefix)
+                callbacks = {} if manager is None else self._checkpoint.callbacks
+                state = self._objects.state
+                self._state_check = StateCheck(self._strategy, state, prefix, callbacks)
                 self._make_steps()
             self._finish()
             if not was_over:

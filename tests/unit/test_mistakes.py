@@ -336,6 +336,20 @@ strategy.experimental_distribute_dataset(dataset)  # here
         ms.LockstepError,
         r"the same dataset, with equal seeds and without shard\(\)",
     ),
+    "arrays that are no dataset": Mistake(
+        f"""{MODEL}
+ms.evaluate(lambda batch: {{"loss": batch[0] @ w - batch[1]}}, (x, y), strategy=strategy)  # here
+""",
+        ms.errors.DataError,
+        r"got an object of type tuple\. .*ms\.Dataset\(\(x, y\)\)\.batch\(64\)",
+    ),
+    "predictions of shuffled rows": Mistake(
+        f"""{MODEL}
+ms.predict(lambda batch: batch[0] @ w, dataset, strategy=strategy)  # here
+""",
+        ms.errors.DataError,
+        r"not be in the order of the rows\. Leave out shuffle\(\)",
+    ),
     # Means and gradients.
     "a mean without a weight": Mistake(
         f"""{MODEL}
@@ -369,7 +383,41 @@ def train(batch):
 ms.fit(train, dataset, epochs=1, state={{"w": w}}, strategy=strategy, verbose=False)  # here
 """,
         TypeError,
-        r"\{'loss': \(mean, len\(batch\)\)\}",
+        r"\{'loss': \(mean, len\(x\)\)\}.*number of rows",
+    ),
+    "a pair with the number of arrays as its weight": Mistake(
+        f"""{MODEL}{STEP.replace("  # here", "")}
+def train(batch):
+    x, y = batch
+    step(x, y)
+    loss = np.sum((x @ w - y) ** 2) / max(len(x), 1)
+    return {{"loss": (loss, len(batch))}}
+ms.fit(train, dataset, epochs=1, state={{"w": w}}, strategy=strategy, verbose=False)  # here
+""",
+        ms.StructureError,
+        r"'loss' with weight 2.*has no rows.*len\(x\).*counts the arrays of a batch",
+    ),
+    "an update with the number of arrays as its weight": Mistake(
+        f"""{MODEL}
+def step(*batch):
+    x, y = batch
+    gradient = x.T @ (x @ w - y) / max(len(x), 1)
+    optimizer.apply_gradients([(gradient, w)], weight=len(batch))  # here
+
+{LOOP}
+    strategy.run(step, args=batch)
+""",
+        ms.StructureError,
+        r"weight is 2 on this replica.*has no rows.*len\(x\).*counts the arrays of a batch",
+    ),
+    "losses that have broadcast": Mistake(
+        f"""{MODEL}
+columns = ms.Dataset((x, y[:, None])).batch(8)
+ms.evaluate(lambda batch: {{"loss": (batch[0] @ w - batch[1]) ** 2}}, columns,  # here
+            strategy=strategy)
+""",
+        ms.StructureError,
+        r"shape \((\d), \1\) for 'loss'.*has \1 rows.*y\[:, 0\].*\.mean\(axis=1\)",
     ),
     "losses reduced without their axis": Mistake(
         f"""{MODEL}
@@ -547,6 +595,17 @@ ms.Checkpoint(w=w).save(f"run{{strategy.rank}}/ckpt")  # here
         ms.LockstepError,
         r"Every rank must name the same path",
     ),
+    "an optimizer that is not saved": Mistake(
+        f"""{MODEL.replace("SGD", "Adam")}{STEP.replace("  # here", "")}
+def train(batch):
+    step(*batch)
+    return {{"loss": batch[1]}}
+ms.fit(train, dataset, epochs=2, state={{"w": w}}, strategy=strategy, verbose=False,  # here
+       directory="run")
+""",
+        UserWarning,
+        r"lack the state of Adam,.*state=\{\.\.\., 'optimizer': optimizer\}",
+    ),
     "weights that are no variables": Mistake(
         f"""{MODEL}
 weights = np.zeros(3)
@@ -629,6 +688,15 @@ for _ in range(4):
 batches = [np.zeros((4, 2)), np.zeros((4, 5)), np.zeros((1, 3))]
 for batch in ms.Dataset(batches):
     pass
+""",
+    "replicas that count alike, with or without rows": f"""{MODEL}
+{STEP.replace("len(x))  # here", "1)")}
+{LOOP}
+    strategy.run(step, args=batch)
+""",
+    "losses in a column": f"""{MODEL}
+ms.evaluate(lambda batch: {{"loss": (batch[0] @ w - batch[1])[:, None] ** 2}}, dataset,
+            strategy=strategy)
 """,
     "a name that is no variable": f"""{MODEL}
 def step(x, y):

@@ -14,6 +14,8 @@ from mpistrat.testing import RanksFailed, run_ranks
 
 X = np.random.default_rng(0).standard_normal((37, 3))
 Y = X @ np.array([1.0, -2.0, 0.5])
+DATA = ms.Dataset(np.arange(8.0))
+CURE_OF_ARRAYS = r"Make a dataset of arrays: ms\.Dataset\(\(x, y\)\)\.batch\(64\)"
 BATCH, EPOCHS = 8, 4
 STEPS = -(-len(X) // BATCH)
 
@@ -54,6 +56,10 @@ class Program:
     @property
     def bits(self):
         return self.w.numpy().tobytes()
+
+
+def is_last(strategy):
+    return strategy.rank == strategy.size - 1
 
 
 class StopAt(Exception):
@@ -433,7 +439,7 @@ class TestErrors:
             ({"metrics": "loss"}, TypeError, "metrics must be names"),
             ({"metrics": ("cost",)}, StructureError, "results named .*'loss'.*'cost'"),
             ({"state": {"step": 0}}, StructureError, "names \\['step'\\]"),
-            ({"patience": 0}, DataError, "patience"),
+            ({"patience": 0}, ValueError, "patience"),
             ({"metrics": ("loss", "loss")}, ValueError, "different names"),
             ({"metrics": ("seconds",)}, ValueError, "which the history uses"),
             ({"metrics": ()}, ValueError, "different names"),
@@ -454,10 +460,12 @@ class TestErrors:
     @pytest.mark.parametrize(
         ("result", "error", "text"),
         [
-            ({"loss": 0.5}, TypeError, "one number for 'loss'.*\\(mean, len\\(batch\\)\\)"),
+            ({"loss": 0.5}, TypeError, "one number for 'loss'.*\\(mean, len\\(x\\)\\)"),
             ({"loss": [1.0, 2.0]}, TypeError, "a list for 'loss'"),
             ({"loss": (np.ones(4), 4)}, TypeError, "a pair for 'loss' with shapes \\(4,\\)"),
             ({"loss": np.ones(1)}, StructureError, "1 rows for 'loss'.* has 4"),
+            ({"loss": np.ones((4, 4))}, StructureError, "shape \\(4, 4\\).* 4 rows.*y\\[:, 0\\]"),
+            ({"loss": np.ones((4, 2))}, StructureError, "shape \\(4, 2\\).*\\.mean\\(axis=1\\)"),
             (None, TypeError, "must return a dict"),
             (0.5, TypeError, "must return a dict"),
         ],
@@ -519,6 +527,70 @@ class TestEvaluation:
                 program.fit()
             with pytest.raises(ValueError, match="validate_every='500 steps'"):
                 program.fit(epochs=None, steps=3)
+
+        run_ranks(program_of, 2)
+
+    @pytest.mark.parametrize(
+        "make_data",
+        [
+            lambda strategy: DATA.shuffle(seed=1).batch(4),
+            lambda strategy: DATA.batch(4).shuffle(seed=1),
+            lambda strategy: DATA.shuffle(seed=1).batch(4).repeat(2),
+            lambda strategy: strategy.experimental_distribute_dataset(
+                DATA.shuffle(seed=1).batch(4)
+            ),
+            lambda strategy: strategy.distribute_datasets_from_function(
+                lambda _: DATA.batch(2).shuffle(seed=1) if is_last(strategy) else DATA.batch(2)
+            ),
+        ],
+    )
+    @pytest.mark.parametrize("size", [1, 2, 3])
+    def test_predictions_of_a_shuffled_dataset(self, make_data, size):
+        def program_of(comm):
+            strategy = ms.MirroredStrategy(comm=comm)
+            data = make_data(strategy)
+            with strategy.scope(), pytest.raises(DataError, match=r"Leave out shuffle\(\)"):
+                ms.predict(lambda batch: batch, data)
+
+        run_ranks(program_of, size)
+
+    def test_predictions_of_shuffled_tensors(self):
+        torch = pytest.importorskip("torch")
+        import mpistrat.torch
+
+        def program_of(comm):
+            strategy = ms.MirroredStrategy(comm=comm)
+            data = mpistrat.torch.batches(torch.zeros(8, 1), strategy, batch_size=4, shuffle=True)
+            with strategy.scope(), pytest.raises(DataError, match=r"Leave out shuffle\(\)"):
+                ms.predict(lambda batch: batch, data)
+
+        run_ranks(program_of, 2)
+
+    @pytest.mark.parametrize("data", [X, (X, Y), {"x": X}, [X, Y]])
+    def test_arrays_in_place_of_a_dataset(self, data):
+        def program_of(comm):
+            program = Program(comm)
+            program.data = data
+            with program.strategy.scope():
+                for call in (
+                    program.fit,
+                    lambda: ms.evaluate(program.score, data),
+                    lambda: ms.predict(program.score, data),
+                ):
+                    with pytest.raises(DataError, match=CURE_OF_ARRAYS) as caught:
+                        call()
+                    assert "0." not in str(caught.value)  # no number of the array
+
+        run_ranks(program_of, 2)
+
+    def test_a_loader_in_place_of_a_dataset(self):
+        torch = pytest.importorskip("torch")
+        loader = torch.utils.data.DataLoader(torch.zeros(8, 1), batch_size=4)
+
+        def program_of(comm):
+            strategy, cure = ms.MirroredStrategy(comm=comm), r"mpistrat\.torch\.batches"
+            with strategy.scope(), pytest.raises(DataError, match=f"DataLoader.*{cure}"):
+                ms.evaluate(lambda batch: {}, loader)
 
         run_ranks(program_of, 2)
 

@@ -79,6 +79,75 @@ def test_a_variable_on_one_rank_and_an_array_on_another():
         assert isinstance(error, ms.LockstepError)
 
 
+class OptimizerCallback:
+    """A callback that saves an optimizer."""
+
+    def __init__(self, *parts):
+        self.parts = parts
+
+    def on_epoch(self, run):
+        pass
+
+    def checkpoint_state(self):
+        return list(self.parts)
+
+    def restore_state(self, state):
+        pass
+
+
+def update(optimizer, *variables):
+    pairs = [(np.ones(()), variable) for variable in variables]
+    return lambda: optimizer.apply_gradients(pairs, weight=1)
+
+
+def train_by_optimizer(optimizer, directory, saved_names, callback_names=()):
+    """Train two variables, and save some of the parts of the program."""
+    parts = {name: ms.Variable(0.0, name=name) for name in ("v", "w")}
+    step = update(optimizer, *parts.values())
+    optimizer.build(parts.values())
+    parts["optimizer"] = optimizer
+    state = {name: parts[name] for name in saved_names}
+    callbacks = [OptimizerCallback(*map(parts.get, callback_names))] if callback_names else []
+    train(state, step, directory=directory, callbacks=callbacks, validate_every="2 steps")
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize(
+    ("make_optimizer", "saved_names", "subjects"),
+    [
+        (lambda: ms.optim.Adam(0.1), ("v", "w"), "the state of Adam"),
+        (lambda: ms.optim.Adam(0.1), ("v", "optimizer"), "variable 'w:0'"),
+        (lambda: ms.optim.Adam(0.1), ("v",), "the state of Adam, variable 'w:0'"),
+        (lambda: ms.optim.SGD(0.1), ("v",), "variable 'w:0'"),
+        (lambda: ms.optim.SGD(lambda step: 0.1), ("v", "w"), "the state of SGD"),
+        (lambda: ms.optim.SGD(0.1, accumulate=2), ("v", "w"), "the state of SGD"),
+    ],
+)
+def test_changes_that_are_not_saved(make_optimizer, saved_names, subjects, size, tmp_path):
+    def program(comm):
+        train_by_optimizer(make_optimizer(), tmp_path, saved_names)
+
+    (text,) = collect_warnings(program, size)
+    assert text.startswith(f"fit: checkpoints of this run lack {subjects}, which steps")
+    assert "'optimizer': optimizer}, after optimizer.build(variables)" in text
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_changes_that_are_saved_or_need_not_be(size, tmp_path):
+    def program(comm):
+        train_by_optimizer(ms.optim.Adam(0.1), tmp_path / "a", ("v", "w", "optimizer"))
+        train_by_optimizer(ms.optim.Adam(0.1), tmp_path / "b", ("v",), ("optimizer", "w"))
+        train_by_optimizer(ms.optim.Adam(0.1), None, ("v",))
+        train_by_optimizer(ms.optim.SGD(0.1), tmp_path / "c", ("v", "w"))
+        x, y = ms.Variable(0.0, name="x"), ms.Variable(0.0, name="y")
+        earlier_optimizer = ms.optim.Adam(0.1)
+        ms.get_strategy().run(update(earlier_optimizer, y))
+        train({"x": x}, lambda: x.assign_add(1.0), directory=tmp_path / "d")
+        assert int(earlier_optimizer.iterations) == 1
+
+    assert collect_warnings(program, size) == []
+
+
 def test_a_state_that_one_rank_cannot_read(monkeypatch):
     def digest(arrays):
         if arrays[0] == 1.0:
