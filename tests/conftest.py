@@ -26,7 +26,7 @@ LAUNCH = HERE / "unit" / "launch"
 # The longest unit of work: its modules compile the same loops, so one worker has them all, first.
 OPTIM = HERE / "unit" / "optim"
 # Programs that tests start as jobs; they are not modules to look for examples in.
-PROGRAMS = (HERE / "faults" / "programs", HERE / "cluster" / "programs")
+PROGRAMS = tuple(HERE / path / "programs" for path in ("faults", "cluster", "doors/jax"))
 # Of pyproject.toml: what `python -m pytest` runs.
 DEFAULT = "not mpi and not nightly and not cluster"
 JOBS = "jobs"  # the unit of work of all tests that start ranks
