@@ -111,7 +111,7 @@ HPC_JOBS = Path(__file__).parents[2] / "hpc_jobs"
 SCRIPTS = {
     "one_node": ((), ("--epochs=1",), "test accuracy", ""),
     "several_nodes": ((), ("--epochs=1",), "test accuracy", ""),
-    "requeue": (("--ntasks-per-node=2",), ("--steps=2", "--every=2"), "update 2 of 2", ""),
+    "requeue": (("--ntasks-per-node=2",), ("--steps=2", "--every=2"), "step 4 of 4", ""),
     "sweep_array": (("--array=1",), ("--epochs=1",), "test accuracy", ""),
     "sweep_one_job": ((), ("--epochs=1",), "trial 3: rate 0.4, ranks 2: test accuracy", ""),
     "scaling": (("--partition=wide",), ("--epochs=1", "--hidden=32"), "\n    16      4 ", ""),
