@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from mpistrat.arrays import digest
+from mpistrat.arrays import DIGEST_NBYTES, digest
 from mpistrat.checkpoint import atomic, claim, files, format, sharded, shares
 from mpistrat.checkpoint.background import BackgroundSaver
 from mpistrat.checkpoint.files import explaining_write_errors, on_replica0
@@ -193,8 +193,10 @@ def warn_differing_cells(
     differing_names: list[str] = []
     differing_ranks: set[int] = set()
     for index, name in enumerate(digests):
-        column = [text[16 * index : 16 * index + 16] for text in rank_digests]
-        ranks = {r for r, own in zip(lockstep.ranks, column, strict=True) if own != column[0]}
+        start = DIGEST_NBYTES * index
+        column = [text[start : start + DIGEST_NBYTES] for text in rank_digests]
+        pairs = zip(lockstep.ranks, column, strict=True)
+        ranks = {rank for rank, value_digest in pairs if value_digest != column[0]}
         if ranks and f"{prefix}/{name}" not in warned_names:
             differing_names.append(name)
             differing_ranks |= ranks

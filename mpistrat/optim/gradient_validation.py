@@ -305,8 +305,8 @@ def _suggest_variable(gradient: Array, variable: Variable, state: State) -> str:
     """Return what may be wrong with a gradient of another shape; empty if nothing is known."""
     if gradient.size == variable._storage.array.size:
         return f" Reshape it: gradient.reshape({variable.shape})."
-    others = (target.variable for target in state.targets.values())
-    labels = [other._label for other in others if other.shape == gradient.shape]
+    variables = (target.variable for target in state.targets.values())
+    labels = [candidate._label for candidate in variables if candidate.shape == gradient.shape]
     if not labels:
         return ""
     return f" {labels[0]} has that shape: give the gradients in the order of the variables."

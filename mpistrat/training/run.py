@@ -316,7 +316,7 @@ class TrainingLoop:
         with self._leaving(), ProgressBar(total, is_shown, self.run.step) as self._progress:
             if path is not None:
                 self._report_start(path)
-            was_over = self.is_over
+            is_over_at_start = self.is_over
             self._begin_row()
             if self._is_row_open():
                 self._close_row()
@@ -329,7 +329,7 @@ class TrainingLoop:
                 self._state_check = StateCheck(self._strategy, state, prefix, callbacks)
                 self._make_steps()
             self._finish()
-            if not was_over:
+            if not is_over_at_start:
                 self._report_early_end()
 
     def _is_row_open(self) -> bool:

@@ -222,10 +222,10 @@ class StatusTable(NamedTuple):
         starts = np.flatnonzero(is_first)
         ages = np.minimum.reduceat(rows["age"][order], starts)
         first_ranks = ranks[order][starts]
-        chosen = np.lexsort((first_ranks,) if is_by_place else (first_ranks, -ages))
+        group_order = np.lexsort((first_ranks,) if is_by_place else (first_ranks, -ages))
         stops = np.append(starts[1:], len(order))
         statuses = []
-        for group in chosen[:_MAX_STATUSES].tolist():
+        for group in group_order[:_MAX_STATUSES].tolist():
             members = order[starts[group] : stops[group]]
             row = rows[members[0]]
             statuses.append(
@@ -264,10 +264,10 @@ class StatusTable(NamedTuple):
 
 def _reduce_others(ufunc: np.ufunc, values: Array, neutral: float) -> Array:
     """Return for each value the maximum or minimum of all others."""
-    others = np.full(len(values), neutral, values.dtype)
-    others[1:] = ufunc.accumulate(values[:-1])
-    others[:-1] = ufunc(others[:-1], ufunc.accumulate(values[:0:-1])[::-1])
-    return others
+    extremes = np.full(len(values), neutral, values.dtype)
+    extremes[1:] = ufunc.accumulate(values[:-1])
+    extremes[:-1] = ufunc(extremes[:-1], ufunc.accumulate(values[:0:-1])[::-1])
+    return extremes
 
 
 def texts_nbytes(size: int) -> int:
