@@ -494,9 +494,7 @@ class TrainingLoop:
                 flags = iterator._all_bits if is_distributed else read_notice_flag(manager)
                 if flags:
                     save_and_leave(manager)
-            self._strategy.run(
-                lambda part: sums.add(score(part), count_rows(part)), args=(convert(element),)
-            )
+            self._strategy.run(add_part, args=(convert(element),))
         return sums.means(self._strategy)
 
     def _line(self, number: int, seconds: float) -> str:
